@@ -1,0 +1,279 @@
+"""The engine: requests in, outputs out, one step at a time.
+
+It joins the scheduler (which decides), the runner (which computes) and text. The loop is `plan = schedule()`,
+`result = run(plan)`, `update(plan, result)`; everything else is bookkeeping around requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pagedjax.outputs import FinishReason, RequestMetrics, RequestOutput
+from pagedjax.plan import AT_LENGTH, NO_TOKEN, STOPPED, Scheduled, StepPlan, StepResult
+from pagedjax.request import Request, Sequence
+from pagedjax.runner import Runner
+from pagedjax.sampling_params import MAX_STOP_IDS, SamplingParams
+from pagedjax.scheduler import Scheduler
+from pagedjax.text.output_text import OutputText
+
+
+class Engine:
+    """Runs requests to their end.
+
+    Args:
+        runner: the device side.
+        scheduler: made for the same sizes.
+        tokenizer: as `pagedjax.text` has them, or None: then prompts are token ids and outputs have no text.
+        vocab_size: token ids are below it.
+        end_ids: the model's end tokens.
+        seed: what seeds are derived from for requests that give none.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        tokenizer: Any,
+        vocab_size: int,
+        end_ids: Iterable[int],
+        seed: int = 0,
+    ) -> None:
+        self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
+        self.vocab_size, self.end_ids, self.seed = vocab_size, frozenset(end_ids), seed
+        self.requests: dict[str, Request] = {}
+        self.num_steps = 0
+        self.num_generated_tokens = 0
+        self._failures = 0  # steps that failed in a row
+        self._num_added = 0
+        self._ended: list[RequestOutput] = []
+
+    def add(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
+        """Queues a request; raises ValueError with what to change if it cannot be served."""
+        if request_id in self.requests:
+            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
+        self._check_prompt(prompt_ids)
+        params.check_vocab(self.vocab_size)
+        end_len = min(len(prompt_ids) + params.max_tokens, self.scheduler.max_model_len)
+        self.scheduler.check_fits(len(prompt_ids), end_len)
+        request = Request(request_id, prompt, prompt_ids, params, RequestMetrics(time.monotonic()))
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        request.sequences = self._sequences(request, end_len)
+        self._num_added += 1
+        self.requests[request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in whatever state it is; what it has so far comes out of the next `step`.
+
+        Raises:
+            KeyError: no unfinished request has this id.
+        """
+        if request_id not in self.requests:
+            raise KeyError(f"no unfinished request has the id {request_id!r}")
+        self._end(self.requests[request_id], "abort")
+        if not self.requests:
+            self._flush()
+
+    def discard(self, request_id: str) -> None:
+        """Aborts a request of which nobody wants the output; an unknown id is fine."""
+        if request_id in self.requests:
+            self.abort(request_id)
+        self._ended = [output for output in self._ended if output.request_id != request_id]
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests or self._ended)
+
+    def step(self) -> list[RequestOutput]:
+        """One plan, one run, one update.
+
+        Returns:
+            The requests that got a token or ended, as they stand.
+
+        Raises:
+            Whatever the device raised. The engine stays usable: its state is made anew and unfinished requests are
+            computed again from their tokens; a failing step twice in a row ends the running ones with "error".
+        """
+        outputs, self._ended = self._ended, []
+        if not self.requests:
+            return outputs
+        plan = self.scheduler.schedule()
+        try:
+            if plan.scheduled:
+                result = self.runner.run(plan)
+                if not result.ok:
+                    raise RuntimeError("the device ran out of blocks that the scheduler had reserved")
+                touched = self._update(plan, result)
+            else:
+                self.runner.change_rows(plan)
+                touched = []
+        except BaseException:
+            self._recover()
+            raise
+        self.num_steps += 1
+        self._failures = 0
+        outputs += [self._close(request) for request in touched]
+        if not self.requests:
+            self._flush()
+        return outputs
+
+    def audit(self) -> None:
+        """Checks that an idle engine holds nothing: the device's table and the host's bound.
+
+        Raises:
+            RuntimeError: it is not idle, or something leaked.
+        """
+        if self.requests:
+            raise RuntimeError(f"{len(self.requests)} requests are unfinished; an audit needs an idle engine")
+        from pagedjax import block_table
+
+        table = self.runner.state.table
+        block_table.check(table)
+        free, usable = int(table.num_free_blocks), self.scheduler.num_usable_blocks
+        if not free == self.scheduler.num_free_blocks == usable:
+            raise RuntimeError(
+                f"leak: {free} blocks free on the device, {self.scheduler.num_free_blocks} on the host, {usable} in all"
+            )
+
+    # Adding
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
+        if not prompt_ids:
+            raise ValueError("the prompt has no tokens; give at least one (an empty text needs a tokenizer with BOS)")
+        for token in prompt_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"prompt token id {token} is outside the vocabulary; ids go from 0 to {self.vocab_size - 1}"
+                )
+
+    def _sequences(self, request: Request, end_len: int) -> list[Sequence]:
+        params = request.params
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"{len(params.stop_token_ids)} stop_token_ids and the model's end tokens are {len(stop_ids)} ids, "
+                f"and a row holds {MAX_STOP_IDS}; give fewer"
+            )
+        seed = params.seed
+        if seed is None:
+            words = np.random.SeedSequence([self.seed, self._num_added]).generate_state(2, np.uint32)
+            seed = int(words[0]) << 31 | int(words[1]) >> 1
+        return [
+            Sequence(
+                request=request,
+                index=index,
+                seed=seed,
+                stop_ids=stop_ids,
+                end_len=end_len,
+                text=OutputText(
+                    self.tokenizer,
+                    skip_special_tokens=params.skip_special_tokens,
+                    stop=params.stop,
+                    include_stop=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                ),
+            )
+            for index in range(params.n)
+        ]
+
+    # After a step
+
+    def _update(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Takes a result apart; returns the requests that got a token."""
+        self.scheduler.settle(result.num_free_blocks)
+        now = time.monotonic()
+        touched: dict[Request, None] = {}
+        start = 0  # of the row's tokens among the step's packed ones, which follow in row order
+        for row, part in sorted(plan.scheduled.items()):
+            sequence, metrics = part.sequence, part.sequence.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+            if sequence.epoch == part.epoch:
+                sequence.num_computed = int(result.seq_lens[row])
+                self._take_prompt_logprobs(part, result, start)
+                if self._take_tokens(row, sequence, result):
+                    metrics.first_token_time = metrics.first_token_time or now
+                    touched[sequence.request] = None
+                if sequence.finished:
+                    self.scheduler.finish(sequence)
+            start += part.num_tokens
+        return list(touched)
+
+    def _take_tokens(self, row: int, sequence: Sequence, result: StepResult) -> bool:
+        took = False
+        for index, token in enumerate(result.tokens[:, row]):
+            if token == NO_TOKEN or sequence.finished:
+                break
+            finish = result.finish[index, row]
+            sequence.push(int(token), stopped=finish == STOPPED, at_length=finish == AT_LENGTH)
+            self.num_generated_tokens += 1
+            if sequence.params.logprobs is not None:
+                entry = _logprob_entry(result.logprobs, (index, row), int(token), sequence.params.logprobs)
+                sequence.logprobs.append(entry)
+                sequence.cumulative_logprob += entry[int(token)]
+            took = True
+        return took
+
+    def _take_prompt_logprobs(self, part: Scheduled, result: StepResult, start: int) -> None:
+        """Stores the logprobs of prompt tokens that follow the ones just computed, each once, in order."""
+        request = part.sequence.request
+        wanted = request.params.prompt_logprobs
+        known = request.prompt_logprobs
+        if wanted is None or known is None or part.sequence.index != 0:
+            return
+        for offset in range(part.num_tokens):
+            position = part.first_position + offset + 1
+            if position == len(known) and position < len(request.prompt_ids):
+                token = request.prompt_ids[position]
+                known.append(_logprob_entry(result.prompt_logprobs, (start + offset,), token, wanted))
+
+    def _close(self, request: Request) -> RequestOutput:
+        if request.finished:
+            request.metrics.finished_time = time.monotonic()
+            del self.requests[request.request_id]
+        return request.output()
+
+    def _flush(self) -> None:
+        """Gives the blocks of the last rows back, for which no further step would come."""
+        if self.scheduler.has_releases:
+            self.runner.change_rows(self.scheduler.schedule())
+
+    def _recover(self) -> None:
+        """After a failed step: fresh device state, and every running request starts over from its tokens.
+
+        A second failure in a row would come again, so the requests that were running end with "error".
+        """
+        self._failures += 1
+        if self._failures > 1:
+            for request in dict.fromkeys(sequence.request for sequence in self.scheduler.running):
+                self._end(request, "error")
+            self._failures = 0
+        self.scheduler.reset()
+        self.runner.reset()
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request from outside; its output comes out of the next `step`."""
+        del self.requests[request.request_id]
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self.scheduler.finish(sequence, reason)
+        request.metrics.finished_time = time.monotonic()
+        self._ended.append(request.output())
+
+
+def _logprob_entry(logprobs: Any, index: tuple[int, ...], token: int, num_top: int) -> dict[int, float]:
+    """The top `num_top` tokens and `token` itself, most likely first."""
+    entry = {
+        int(i): float(v)
+        for i, v in zip(logprobs.top_ids[index][:num_top], logprobs.top[index][:num_top], strict=True)
+        if i < np.iinfo(np.int32).max
+    }
+    entry.setdefault(token, float(logprobs.token[index]))
+    return entry

@@ -1,0 +1,115 @@
+"""The engine's options: one validated value, so that a wrong option fails at the start and names itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+# The CPU backend reports no memory of its own: without num_blocks or kv_cache_memory_bytes the pool gets this much.
+DEFAULT_CPU_KV_BYTES = 2**30
+
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_IMPLEMENTATIONS = (None, "reference", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs.
+
+    Attributes:
+        max_model_len: most tokens a sequence may have, prompt and generated; capped by the model's own limit.
+        block_size: tokens a KV block.
+        num_blocks: blocks of the pool, the null block included; None: from kv_cache_memory_bytes, or from memory.
+        kv_cache_memory_bytes: bytes of the pool, instead of num_blocks.
+        memory_utilization: share of the device's memory that weights and pool may take, where the device reports it.
+        kv_cache_dtype: "auto" (the parameters'), "float32", "bfloat16" or "float16".
+        max_num_seqs: batch rows: sequences that run at once.
+        max_num_batched_tokens: tokens a step, prefill chunks and decode rows together.
+        decode_steps: most tokens a row may generate in one program before the host looks.
+        num_speculative_tokens: must be 0; speculative decoding is not available yet.
+        watermark: share of the blocks kept free when a sequence is admitted beside running ones.
+        enable_prefix_caching: must be False; the prefix cache is not available yet.
+        batch_invariant: compute every step in one fixed shape, so that a request's logits are the same bits whatever
+            runs beside it. Slower.
+        strict_compile: raise when a program is needed that `warmup` has not compiled.
+        mesh: must be None; sharded engines are not available yet.
+        attention: implementation of `pallas_kernels.paged_attention`; None picks by platform.
+        seed: what the seeds of requests without one are derived from.
+    """
+
+    max_model_len: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    decode_steps: int = 8
+    num_speculative_tokens: int = 0
+    watermark: float = 0.01
+    enable_prefix_caching: bool = False
+    batch_invariant: bool = False
+    strict_compile: bool = False
+    mesh: Any = None
+    attention: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_model_len", 2),
+            ("block_size", 1),
+            ("num_blocks", 2),
+            ("kv_cache_memory_bytes", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("decode_steps", 1),
+            ("num_speculative_tokens", 0),
+            ("seed", 0),
+        ):
+            self._check_int(name, least)
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and kv_cache_memory_bytes={self.kv_cache_memory_bytes} both size the "
+                "pool; give one of them"
+            )
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ValueError(f"memory_utilization={self.memory_utilization} is not in (0, 1]")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark={self.watermark} is not in [0, 1)")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} does not fit 63 bits; use a smaller one")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {KV_CACHE_DTYPES}")
+        if self.attention not in ATTENTION_IMPLEMENTATIONS:
+            raise ValueError(f"attention={self.attention!r} is not one of {ATTENTION_IMPLEMENTATIONS}")
+        for name, off, what in (
+            ("num_speculative_tokens", 0, "speculative decoding"),
+            ("enable_prefix_caching", False, "the prefix cache"),
+            ("mesh", None, "sharding over a mesh"),
+        ):
+            if getattr(self, name) != off:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {what} is not available yet; leave it at {off}")
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def token_ladder(self) -> tuple[int, ...]:
+        """The numbers of token places a step may be compiled for, ascending; the last is the token budget."""
+        budget = self.max_num_batched_tokens
+        if self.batch_invariant:
+            return (budget,)
+        powers = [4**i for i in range(math.ceil(math.log(budget, 4)))] if budget > 1 else []
+        return (*powers, budget)
+
+    def _check_int(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is None and name in ("num_blocks", "kv_cache_memory_bytes"):
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} is not an integer")
+        if value < least:
+            raise ValueError(f"{name}={value} is too small; it must be at least {least}")

@@ -1,0 +1,424 @@
+"""The public face: load a model, generate, chat, stream.
+
+Everything a request goes through is in `pagedjax.engine`; here are prompts, files, progress and the reserved memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from tqdm import tqdm
+
+from pagedjax import capacity
+from pagedjax.config import ModelConfig
+from pagedjax.decoder import Decoder
+from pagedjax.engine import Engine
+from pagedjax.engine_config import DEFAULT_CPU_KV_BYTES, EngineConfig
+from pagedjax.outputs import RequestOutput
+from pagedjax.prompts import Prompt, at_index, match_params, parse_prompt, parse_prompts
+from pagedjax.runner import Runner
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.scheduler import Scheduler
+from pagedjax.stats import Stats
+from pagedjax.text import Tokenizer, as_tokenizer
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, its KV pool and the engine around them.
+
+    Args:
+        model: a `Decoder`, with parameters or from `Decoder.abstract`. Any nnx.Module with the same `config`, `paged` and
+            `logits` will do.
+        params: the parameters: an `nnx.State` as `nnx.state(model)` gives, or a nested dict of arrays with the same
+            names. Device arrays are used as they are, never copied. None: those of `model`.
+        tokenizer: `pagedjax.text.Tokenizer`, a transformers tokenizer, or anything with `encode` and `decode`; None works
+            with token ids only.
+        end_ids: tokens that end a generation, beside the tokenizer's.
+        **options: see `pagedjax.engine_config.EngineConfig`.
+
+    Raises:
+        ValueError: an option, the parameters or the sizes do not fit; the message says what to change.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: Any = None,
+        tokenizer: Any = None,
+        *,
+        end_ids: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
+        config = _engine_config(options, model.config)
+        self.config, self.model_config = config, model.config
+        self.tokenizer = as_tokenizer(tokenizer)
+        graphdef, abstract = nnx.split(model)
+        params = _place(abstract if params is None else params, abstract)
+        dtype = _param_dtype(params)
+        kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+        self._block_bytes = config.block_size * capacity.bytes_per_token(
+            model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, kv_dtype.itemsize
+        )
+        self._params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        num_blocks = _num_blocks(config, self._block_bytes)
+        vocab_size = _num_vocab_tokens(model.config, self.tokenizer)
+        self._runner = Runner(
+            graphdef, params, config, model.config, num_blocks=num_blocks, kv_dtype=kv_dtype, num_vocab_tokens=vocab_size
+        )
+        scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            decode_steps=config.decode_steps,
+            watermark=config.watermark,
+        )
+        eos_ids = self.tokenizer.eos_ids if self.tokenizer is not None else ()
+        self._engine = Engine(
+            self._runner,
+            scheduler,
+            tokenizer=self.tokenizer,
+            vocab_size=vocab_size,
+            end_ids={*end_ids, *eos_ids},
+            seed=config.seed,
+        )
+        self._unclaimed: list[RequestOutput] = []
+        self._ids = itertools.count()
+
+    @classmethod
+    def load(
+        cls, source: str | os.PathLike[str], dtype: Any = None, *, tokenizer: Any = None, **options: Any
+    ) -> LLM:
+        """Loads a model with its tokenizer.
+
+        Args:
+            source: "smollm2-135m-instruct" (fetched on first use), a Hugging Face folder with safetensors, a .gguf file, or
+                a checkpoint saved by `pagedjax.loaders.orbax`.
+            dtype: of the parameters; None keeps the stored one (float32 for a quantised GGUF file).
+            tokenizer: instead of the one beside the weights.
+            **options: see `pagedjax.engine_config.EngineConfig`.
+
+        Raises:
+            ValueError: the source is not a model that can be loaded, or an option is wrong.
+            pagedjax.loaders.FetchError: the model could not be fetched.
+        """
+        from pagedjax.loaders import load_checkpoint
+
+        EngineConfig(**_known(options))  # a wrong option fails before minutes of loading
+        checkpoint = load_checkpoint(source, dtype)
+        if tokenizer is None:
+            read = Tokenizer.from_gguf if checkpoint.kind == "gguf" else Tokenizer.from_folder
+            tokenizer = read(checkpoint.source_path)
+        config = checkpoint.config
+        if config.rope.kind == "dynamic":  # the frequencies of this kind depend on the longest sequence there can be
+            longest = max(config.max_position_embeddings, options.get("max_model_len", 0))
+            config = dataclasses.replace(config, max_position_embeddings=longest)
+        model = Decoder.abstract(config, jax.tree.leaves(checkpoint.params)[0].dtype)
+        return cls(model, checkpoint.params, tokenizer, **options)
+
+    # Many prompts at once
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts, as many at once as rows and blocks allow.
+
+        Args:
+            prompts: text or a list of token ids, or a list of these. An empty list gives an empty list.
+            sampling_params: one for all prompts, or one each; None is `SamplingParams()`.
+            use_tqdm: shows a progress bar on stderr.
+
+        Returns:
+            One finished RequestOutput a prompt, in their order.
+
+        Raises:
+            ValueError: a prompt or its parameters cannot be served (its index is named); then nothing has been started.
+        """
+        return self._generate(parse_prompts(prompts, self.tokenizer), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, through the tokenizer's chat template.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...], or a list of such conversations.
+            sampling_params: one for all, or one each.
+            use_tqdm: shows a progress bar on stderr.
+
+        Returns:
+            One RequestOutput a conversation.
+        """
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if many else [messages]
+        prompts = [Prompt(None, self.chat_prompt(conversation)) for conversation in conversations]  # type: ignore[arg-type]
+        return self._generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation, ending where the model's answer begins."""
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template; give the engine one, or use token ids")
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Completes one prompt and yields its text as it comes.
+
+        The deltas never split a character and never have to be taken back; joined they are the completion's `text`.
+        Closing the iterator aborts the request.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: with n=1.
+        """
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"stream yields one text, and n={params.n}; use n=1, or add_request and step")
+        if self.tokenizer is None:
+            raise ValueError("stream yields text, which needs a tokenizer; use add_request and step for token ids")
+        text, ids = parse_prompt(prompt, self.tokenizer)
+        request_id = self._new_id("stream")
+        self._engine.add(request_id, text, ids, params)
+        return self._stream(request_id)
+
+    # One step at a time
+
+    def add_request(self, request_id: str, prompt: Any, sampling_params: SamplingParams | None = None) -> None:
+        """Queues a request; `step` runs it.
+
+        Args:
+            request_id: any string that no unfinished request has.
+            prompt: text or token ids.
+            sampling_params: None is `SamplingParams()`.
+
+        Raises:
+            ValueError: it cannot be served; the message says what to change. Other requests are not affected.
+        """
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, not {type(request_id).__name__}: {request_id!r}")
+        text, ids = parse_prompt(prompt, self.tokenizer)
+        self._engine.add(request_id, text, ids, match_params(sampling_params, 1)[0])
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step.
+
+        Returns:
+            The requests that got tokens or ended, as they stand; finished ones come once more and then never again.
+        """
+        outputs, self._unclaimed = self._unclaimed, []
+        return outputs + self._engine.step()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request now; its output so far comes out of the next `step` with finish_reason "abort".
+
+        Raises:
+            KeyError: no unfinished request has this id.
+        """
+        self._engine.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do or to hand out."""
+        return bool(self._unclaimed) or self._engine.has_unfinished()
+
+    # Weights, memory, figures
+
+    def update_params(self, params: Any, running: Literal["refuse", "recompute", "keep"] = "refuse") -> None:
+        """Uses other weights from the next step on, without a copy.
+
+        Args:
+            params: with the names, shapes and dtypes of the present ones.
+            running: what to do with unfinished requests: "refuse" raises, "recompute" computes their K/V anew with the
+                new weights, "keep" goes on with K/V of the old ones.
+
+        Raises:
+            ValueError: the parameters do not match, or requests are unfinished and `running` is "refuse".
+        """
+        if running not in ("refuse", "recompute", "keep"):
+            raise ValueError(f"running={running!r} is not one of 'refuse', 'recompute', 'keep'")
+        num_unfinished = len(self._engine.requests)
+        if running == "refuse" and num_unfinished:
+            raise ValueError(
+                f"{num_unfinished} requests are unfinished; finish or abort them, or pass running='recompute' or 'keep'"
+            )
+        self._runner.params = _place(params, self._runner.params)
+        if running == "recompute":
+            self._engine.scheduler.preempt_all()
+
+    def warmup(self) -> None:
+        """Compiles every program of `plan`, with a progress bar; afterwards no step compiles."""
+        with tqdm(total=len(self._runner.program_names), desc="compiling", unit="program", leave=False) as bar:
+            self._runner.warmup(lambda name: bar.update())
+
+    @property
+    def plan(self) -> capacity.EnginePlan:
+        """What is reserved and what may be compiled; print it."""
+        return capacity.EnginePlan(
+            num_blocks=self._engine.scheduler.num_usable_blocks + 1,
+            block_size=self.config.block_size,
+            block_bytes=self._block_bytes,
+            params_bytes=self._params_bytes,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            programs=self._runner.program_names,
+        )
+
+    def stats(self) -> Stats:
+        """Figures of this moment."""
+        return Stats.of(self._engine)
+
+    def audit(self) -> None:
+        """Checks that the idle engine holds no blocks; raises RuntimeError with what leaked."""
+        self._engine.audit()
+
+    # Private
+
+    def _generate(self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool) -> list[RequestOutput]:
+        params = match_params(sampling_params, len(prompts))
+        ids = [self._new_id("generate") for _ in prompts]
+        done: dict[str, RequestOutput] = {}
+        try:
+            for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+                at_index(index, self._engine.add, request_id, prompt.text, prompt.token_ids, params[index])
+            with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
+                while len(done) < len(ids):
+                    for output in self._own_outputs(ids):
+                        done[output.request_id] = output
+                        bar.update()
+                    bar.set_postfix(self._progress(), refresh=False)
+        finally:
+            self._drop(ids)
+        return [done[request_id] for request_id in ids]
+
+    def _stream(self, request_id: str) -> Iterator[str]:
+        shown = 0
+        finished = False
+        try:
+            while not finished:
+                for output in self._own_outputs([request_id], finished_only=False):
+                    text, finished = output.outputs[0].text, output.finished
+                    if len(text) > shown:
+                        yield text[shown:]
+                        shown = len(text)
+        finally:
+            self._drop([request_id])
+
+    def _own_outputs(self, ids: Sequence[str], finished_only: bool = True) -> list[RequestOutput]:
+        """One step; outputs of other people's requests are kept for their own `step`."""
+        mine = set(ids)
+        own = []
+        for output in self._engine.step():
+            if output.request_id not in mine:
+                self._unclaimed.append(output)
+            elif output.finished or not finished_only:
+                own.append(output)
+        return own
+
+    def _drop(self, ids: Sequence[str]) -> None:
+        """Takes back what an interrupted call has left behind."""
+        for request_id in ids:
+            self._engine.discard(request_id)
+
+    def _progress(self) -> dict[str, str]:
+        stats = self.stats()
+        return {"running": str(stats.num_running), "kv": f"{stats.kv_usage:.0%}"}
+
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}-{next(self._ids)}"
+
+
+def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"unknown engine options {unknown}; the known ones are {sorted(known)}")
+    return options
+
+
+def _engine_config(options: Mapping[str, Any], model: ModelConfig) -> EngineConfig:
+    config = EngineConfig(**_known(options))
+    if config.max_model_len > model.max_position_embeddings:
+        logger.warning("max_model_len is capped at the model's %d positions", model.max_position_embeddings)
+        config = dataclasses.replace(config, max_model_len=model.max_position_embeddings)
+    return config
+
+
+def _place(params: Any, like: Any) -> Any:
+    """Parameters as a state like `like`, on the device; arrays that are there already stay where they are."""
+    if not isinstance(params, nnx.State):
+        params = nnx.State(params)
+    flat, expected = dict(nnx.to_flat_state(params)), dict(nnx.to_flat_state(like))
+    if flat.keys() != expected.keys():
+        missing = sorted(".".join(map(str, key)) for key in expected.keys() - flat.keys())
+        extra = sorted(".".join(map(str, key)) for key in flat.keys() - expected.keys())
+        raise ValueError(f"the parameters do not match the model: missing {missing}, unexpected {extra}")
+    placed = {}
+    for key, variable in expected.items():
+        value, name = _value(flat[key]), ".".join(map(str, key))
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise ValueError(f"parameter {name} is a shape without values; pass params= with arrays")
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise ValueError(f"parameter {name} was donated or deleted; pass live arrays")
+        want = _value(variable)
+        if value.shape != want.shape or value.dtype != want.dtype:
+            raise ValueError(
+                f"parameter {name} is {value.dtype}{list(value.shape)}; the engine has {want.dtype}{list(want.shape)}"
+            )
+        placed[key] = variable.replace(value if isinstance(value, jax.Array) else jnp.asarray(value))
+    return nnx.from_flat_state(placed)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _param_dtype(params: Any) -> jnp.dtype:
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    return jnp.result_type(*dtypes)
+
+
+def _num_vocab_tokens(model: ModelConfig, tokenizer: Any) -> int:
+    """How many ids can be drawn: padding rows of the embedding are no tokens."""
+    if model.num_tokens is not None:
+        return model.num_tokens
+    if tokenizer is None or not tokenizer.vocab_size:
+        return model.vocab_size
+    return min(model.vocab_size, tokenizer.vocab_size)
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    most = config.max_num_seqs * config.max_blocks_per_seq + 1  # more could never be used
+    memory = config.kv_cache_memory_bytes or _free_memory(config.memory_utilization)
+    num_blocks = min(capacity.num_blocks_in(memory, block_bytes), most)
+    if num_blocks < 2:
+        raise ValueError(
+            f"{memory} bytes hold {num_blocks} KV blocks of {block_bytes} bytes, and 2 are the least (block 0 is the null "
+            "block); raise kv_cache_memory_bytes or memory_utilization"
+        )
+    return num_blocks
+
+
+def _free_memory(utilization: float) -> int:
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return DEFAULT_CPU_KV_BYTES
+    return max(0, int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"])

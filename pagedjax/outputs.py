@@ -1,0 +1,74 @@
+"""What a request gives back: plain values, safe to keep after the engine has moved on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# One entry a token: the top k token ids and the token itself, each with its natural-log probability.
+Logprobs = list[dict[int, float]]
+PromptLogprobs = list[dict[int, float] | None]
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One sample of a request.
+
+    Attributes:
+        index: which of the `n` samples.
+        text: the text so far; of a finished sample all of it, cut at a stop string.
+        token_ids: every token that was generated, the end token included.
+        logprobs: per token, from the raw logits (before penalties, bias, temperature and cuts), or None.
+        cumulative_logprob: the sum over the sampled tokens, or None where no logprobs were asked for.
+        finish_reason: "stop" (an end token, stop token or stop string), "length", "abort", "error"; None while running.
+        stop_reason: the stop string or stop token id that ended it; None for end tokens of the model and other reasons.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: Logprobs | None
+    cumulative_logprob: float | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclasses.dataclass
+class RequestMetrics:
+    """Times of a request in seconds on `time.monotonic`'s clock; None until it happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """A request as it stands: its prompt and all its samples.
+
+    Attributes:
+        request_id: as given.
+        prompt: the prompt's text, or None where token ids were given.
+        prompt_token_ids: the prompt as the model sees it.
+        prompt_logprobs: one entry a prompt token, the first None, or None if not asked for.
+        outputs: one CompletionOutput a sample.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
+        metrics: times.
+        finished: whether every sample has ended.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)

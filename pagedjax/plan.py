@@ -1,0 +1,79 @@
+"""What goes down to the device for a step and what comes back: one value each way, host side.
+
+The plan says how many tokens each row gets, never which blocks: the device owns those. Plain Python and numpy, so the
+scheduler runs without jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from pagedjax.request import Sequence
+
+NO_TOKEN = -1  # in StepResult.tokens: the row sampled nothing in this inner step
+
+# StepResult.finish: why the device stopped the row with this token.
+RUNNING, STOPPED, AT_LENGTH = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """A sequence's part of a plan. `epoch` tells a result for a row that was given up meanwhile from a current one."""
+
+    sequence: Sequence
+    epoch: int
+    first_position: int  # position of the first token computed
+    num_tokens: int  # tokens of the first inner step
+
+
+@dataclasses.dataclass
+class StepPlan:
+    """One step: rows released first, then sequences admitted to rows, then tokens computed.
+
+    `num_steps` inner steps run in one program: the first computes `num_new_tokens`, each further one the token that the
+    row has just sampled, as long as the row goes on.
+    """
+
+    num_rows: int
+    releases: list[int] = dataclasses.field(default_factory=list)
+    admits: list[Sequence] = dataclasses.field(default_factory=list)
+    scheduled: dict[int, Scheduled] = dataclasses.field(default_factory=dict)  # by row
+    preempted: list[Sequence] = dataclasses.field(default_factory=list)
+    num_steps: int = 1
+
+    @property
+    def num_new_tokens(self) -> np.ndarray:  # i32[R]
+        counts = np.zeros(self.num_rows, np.int32)
+        for row, part in self.scheduled.items():
+            counts[row] = part.num_tokens
+        return counts
+
+    @property
+    def total_new_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.scheduled.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step produced, on the host. The logprobs are `pagedjax.logprobs.TokenLogprobs` with numpy leaves.
+
+    Attributes:
+        tokens: i32[K, R] sampled token of each row at each inner step, or NO_TOKEN.
+        finish: i32[K, R] RUNNING, STOPPED or AT_LENGTH with that token.
+        seq_lens: i32[R] tokens of the row with K/V in the pool.
+        num_free_blocks: blocks free on the device after the step.
+        ok: False if the pool or a row's table ran out, which the scheduler's reservation rules out.
+        logprobs: [K, R], of the sampled tokens; None where no row asked.
+        prompt_logprobs: [T], of the token that follows each packed token of the step; None where no row asked.
+    """
+
+    tokens: np.ndarray
+    finish: np.ndarray
+    seq_lens: np.ndarray
+    num_free_blocks: int
+    ok: bool
+    logprobs: Any = None
+    prompt_logprobs: Any = None

@@ -1,0 +1,90 @@
+"""Prompts as people give them (text or token ids, one or many), made into token ids."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.text import TextTokenizer
+
+
+class Prompt(NamedTuple):
+    """A prompt's text (None where token ids were given) and its token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def parse_prompt(prompt: Any, tokenizer: TextTokenizer | None) -> Prompt:
+    """One prompt.
+
+    Args:
+        prompt: text, or a sequence of token ids.
+        tokenizer: needed for text.
+
+    Raises:
+        ValueError: it is neither, or text without a tokenizer, or has no tokens.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; give the engine one, or give token ids")
+        ids = tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError(f"the prompt {prompt!r} has no tokens; give some text")
+        return Prompt(prompt, ids)
+    if isinstance(prompt, dict | bytes) or not hasattr(prompt, "__iter__"):
+        raise ValueError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}: {prompt!r:.80}")
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"a prompt's token ids must be integers; got {prompt!r:.80}") from None
+    if not ids:
+        raise ValueError("the prompt is an empty list of token ids; give at least one")
+    return Prompt(None, ids)
+
+
+def parse_prompts(prompts: Any, tokenizer: TextTokenizer | None) -> list[Prompt]:
+    """One prompt or a list of prompts; a flat list of integers is one prompt.
+
+    Raises:
+        ValueError: as `parse_prompt`, naming the prompt's index.
+    """
+    if isinstance(prompts, str) or (_is_sequence(prompts) and len(prompts) and not _is_prompt(prompts[0])):
+        return [parse_prompt(prompts, tokenizer)]
+    if not _is_sequence(prompts):
+        raise ValueError(f"prompts are text, token ids, or a list of these, not {type(prompts).__name__}")
+    return [at_index(index, parse_prompt, prompt, tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def match_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """One SamplingParams for each prompt, from one for all or one each; None is the default."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    params = list(params)
+    if len(params) != num_prompts:
+        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one each")
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
+            raise ValueError(f"sampling_params holds a {type(entry).__name__}; give SamplingParams")
+    return params
+
+
+def at_index(index: int, function: Any, *args: Any) -> Any:
+    """Calls the function; a ValueError says which prompt it was about."""
+    try:
+        return function(*args)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from error
+
+
+def _is_sequence(value: Any) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, dict | bytes)
+
+
+def _is_prompt(value: Any) -> bool:
+    """Whether an element of a list is a prompt of its own, rather than a token id."""
+    return isinstance(value, str | dict | bytes) or hasattr(value, "__len__")

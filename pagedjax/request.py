@@ -1,0 +1,123 @@
+"""A request and its sequences on the host: what was asked, what has been computed, how it ended.
+
+A request with `n` samples has n sequences; the scheduler knows sequences only. A sequence is one notion for prefill and
+decode: `num_computed` tokens have K/V in the pool and catch up with `num_tokens`, the tokens that are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pagedjax.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprobs,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.text import OutputText
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One sample of a request.
+
+    `num_computed` includes tokens of steps in flight; it falls back to 0 on preemption, when the row and its blocks are
+    given up and everything is recomputed.
+    """
+
+    request: Request
+    index: int  # which sample of the request
+    seed: int
+    stop_ids: frozenset[int]  # end tokens (unless ignored) and stop_token_ids
+    end_len: int  # num_tokens at which the sequence ends by length
+    text: OutputText
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: Logprobs = dataclasses.field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    row: int | None = None  # the batch row while running
+    epoch: int = 0  # counts the rows given up
+    num_computed: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens without K/V: 1 for a row that decodes."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.prompt_ids + self.output_ids
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends the sequence; text that was held back comes out, and may still complete a stop string."""
+        self.text.finish()
+        if self.text.stopped_by is not None:
+            reason, stop_reason = "stop", self.text.stopped_by
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def push(self, token_id: int, *, stopped: bool, at_length: bool) -> None:
+        """Takes a sampled token, and the device's word on whether it ends the sequence."""
+        stop_string = self.text.push([token_id]).stopped_by  # a user's tokenizer may raise: then the token is not taken
+        self.output_ids.append(token_id)
+        if stop_string is not None:
+            self.finish("stop", stop_string)
+        elif stopped:
+            self.finish("stop", token_id if token_id in self.params.stop_token_ids else None)
+        elif at_length:
+            self.finish("length")
+
+    def output(self) -> CompletionOutput:
+        wanted = self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=list(self.output_ids),
+            logprobs=list(self.logprobs) if wanted else None,
+            cumulative_logprob=self.cumulative_logprob if wanted else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and how to continue it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    metrics: RequestMetrics
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None  # filled by the first sequence's prefill, in order
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_ids),
+            prompt_logprobs=list(self.prompt_logprobs) if self.prompt_logprobs is not None else None,
+            outputs=[sequence.output() for sequence in self.sequences],
+            num_cached_tokens=0,
+            metrics=self.metrics,
+        )

@@ -1,0 +1,215 @@
+"""The device side of the engine: parameters, state and the closed set of compiled programs.
+
+A plan goes in, a result comes out. Programs are compiled ahead of time for exact shapes, so nothing can recompile
+behind one's back; which exist is known at the start, from the ladder of token counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagedjax import block_table
+from pagedjax.config import ModelConfig
+from pagedjax.engine_config import EngineConfig
+from pagedjax.plan import StepPlan, StepResult
+from pagedjax.request import Sequence
+from pagedjax.row_sampling import row_values
+from pagedjax.row_state import ADMITS, Changes, RowState, change_rows
+from pagedjax.step import DeviceResult, EngineState, step
+from pallas_kernels import KVPages
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs plans.
+
+    Args:
+        graphdef: of the model, from `nnx.split`.
+        params: the model's parameters, an nnx.State of arrays on the device.
+        config: the engine's options.
+        model_config: the sizes of the model.
+        num_blocks: blocks of the pool, the null block included.
+        kv_dtype: of the pool.
+        num_vocab_tokens: ids that can be drawn; those above are padding of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        params: Any,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        *,
+        num_blocks: int,
+        kv_dtype: Any,
+        num_vocab_tokens: int,
+    ) -> None:
+        self.graphdef, self.params, self.config = graphdef, params, config
+        self._model_config, self._num_vocab_tokens = model_config, num_vocab_tokens
+        self._num_blocks, self._kv_dtype = num_blocks, kv_dtype
+        self._programs: dict[str, Callable[..., Any]] = {}
+        self._warm = False
+        self.compile_seconds = 0.0
+        self.state = self._fresh_state()
+
+    @property
+    def program_names(self) -> tuple[str, ...]:
+        """Every program there can be."""
+        return ("rows", *(f"step[{size}]" for size in self.config.token_ladder))
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Names of the programs compiled so far."""
+        return tuple(self._programs)
+
+    def warmup(self, on_program: Callable[[str], None] = lambda name: None) -> None:
+        """Compiles every program; afterwards `strict_compile` holds."""
+        for name in self.program_names:
+            on_program(name)
+            self._program(name)
+        self._warm = True
+
+    def reset(self) -> None:
+        """Throws the device's state away, whatever has become of it, and makes a fresh one."""
+        for leaf in jax.tree.leaves(self.state):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self.state = self._fresh_state()
+
+    def change_rows(self, plan: StepPlan) -> None:
+        """Applies the plan's releases and admissions."""
+        for changes in self._changes(plan):
+            table, rows = self._program("rows")(self.state.table, self.state.rows, changes)
+            self.state = EngineState(self.state.kv_pages, table, rows)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Applies a plan and waits for its result."""
+        self.change_rows(plan)
+        size = next(size for size in self.config.token_ladder if size >= plan.total_new_tokens)
+        program = self._program(f"step[{size}]")
+        self.state, result = program(self.params, self.state, plan.num_new_tokens, np.int32(plan.num_steps))
+        return self._fetch(plan, result)
+
+    def _fetch(self, plan: StepPlan, result: DeviceResult) -> StepResult:
+        num_steps, num_rows = self.config.decode_steps, self.config.max_num_seqs
+        tokens, finish, seq_lens, counts = np.split(
+            np.asarray(result.packed), np.cumsum([num_steps * num_rows, num_steps * num_rows, num_rows])
+        )
+        params = [part.sequence.params for part in plan.scheduled.values()]
+        wanted = any(p.logprobs is not None for p in params)
+        prompt_wanted = any(p.prompt_logprobs is not None for p in params)
+        return StepResult(
+            tokens=tokens.reshape(num_steps, num_rows),
+            finish=finish.reshape(num_steps, num_rows),
+            seq_lens=seq_lens,
+            num_free_blocks=int(counts[0]),
+            ok=bool(counts[1]),
+            logprobs=jax.device_get(result.sampled) if wanted else None,
+            prompt_logprobs=jax.device_get(result.prompt) if prompt_wanted else None,
+        )
+
+    def _changes(self, plan: StepPlan) -> list[Changes]:
+        """The plan's changes of rows, ADMITS at a time; the first call does the releases."""
+        if not plan.releases and not plan.admits:
+            return []
+        num_rows = self.config.max_num_seqs
+        release = np.zeros(num_rows, bool)
+        release[plan.releases] = True
+        calls = []
+        for start in range(0, max(len(plan.admits), 1), ADMITS):
+            admits = plan.admits[start : start + ADMITS]
+            rows = np.full(ADMITS, num_rows, np.int32)
+            rows[: len(admits)] = [sequence.row for sequence in admits]
+            lines = [self._line(sequence) for sequence in admits]
+            lines += [self._blank] * (ADMITS - len(lines))
+            calls.append(Changes(release, rows, jax.tree.map(lambda *leaves: np.stack(leaves), *lines)))
+            release = np.zeros(num_rows, bool)
+        return calls
+
+    def _line(self, sequence: Sequence) -> RowState:
+        """A row's line for a sequence, as host arrays."""
+        request = sequence.request
+        tokens = np.zeros(self.config.max_model_len, np.int32)
+        tokens[: sequence.num_tokens] = sequence.token_ids
+        known = len(request.prompt_logprobs or ())
+        wants_prompt = request.params.prompt_logprobs is not None and sequence.index == 0
+        return RowState(  # type: ignore[arg-type]
+            tokens=tokens,
+            num_tokens=np.int32(sequence.num_tokens),
+            prompt_len=np.int32(len(request.prompt_ids)),
+            end_len=np.int32(sequence.end_len),
+            prompt_logprobs_from=np.int32(known if wants_prompt else len(request.prompt_ids)),
+            active=np.bool_(True),
+            sampling=row_values(
+                request.params, seed=sequence.seed, sample_index=sequence.index, stop_ids=sorted(sequence.stop_ids)
+            ),
+        )
+
+    @property
+    def _blank(self) -> RowState:
+        return jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), self.state.rows)
+
+    def _fresh_state(self) -> EngineState:
+        config, model = self.config, self._model_config
+        state = EngineState(
+            kv_pages=KVPages.zeros(
+                model.num_layers,
+                self._num_blocks,
+                config.block_size,
+                model.num_kv_heads,
+                model.head_dim,
+                self._kv_dtype,
+            ),
+            table=block_table.create(
+                self._num_blocks, config.block_size, config.max_num_seqs, config.max_blocks_per_seq
+            ),
+            rows=RowState.zeros(config.max_num_seqs, config.max_model_len),
+        )
+        return jax.tree.map(jnp.array, state)  # every leaf its own buffer: each is donated
+
+    def _program(self, name: str) -> Callable[..., Any]:
+        if name not in self._programs:
+            if self._warm and self.config.strict_compile:
+                raise RuntimeError(f"program {name} is not compiled, and strict_compile is on; llm.plan lists the set")
+            start = time.perf_counter()
+            self._programs[name] = self._compile(name)
+            seconds = time.perf_counter() - start
+            self.compile_seconds += seconds
+            logger.info("compiled %s in %.1f s", name, seconds)
+        return self._programs[name]
+
+    def _compile(self, name: str) -> Callable[..., Any]:
+        if name == "rows":
+            changes = Changes(
+                np.zeros(self.config.max_num_seqs, bool),
+                np.zeros(ADMITS, np.int32),
+                jax.tree.map(lambda leaf: np.zeros((ADMITS, *leaf.shape[1:]), leaf.dtype), self.state.rows),
+            )
+            jitted = jax.jit(change_rows, donate_argnums=(0, 1))
+            return jitted.lower(self.state.table, self.state.rows, changes).compile()
+        size = int(name.removeprefix("step[").removesuffix("]"))
+
+        def run(params: Any, state: EngineState, num_new_tokens: jax.Array, num_steps: jax.Array) -> Any:
+            return step(
+                nnx.merge(self.graphdef, params),
+                state,
+                num_new_tokens,
+                num_steps,
+                num_tokens=size,
+                max_steps=self.config.decode_steps,
+                num_vocab_tokens=self._num_vocab_tokens,
+                implementation=self.config.attention,
+            )
+
+        jitted = jax.jit(run, donate_argnums=(1,))
+        counts = np.zeros(self.config.max_num_seqs, np.int32)
+        return jitted.lower(self.params, self.state, counts, np.int32(1)).compile()

@@ -1,0 +1,486 @@
+"""The block table's transitions one by one: what each promises, and the inputs that broke allocators elsewhere.
+
+Random sequences of all of them are in test_block_table_machine.py.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax import block_table as bt
+
+ROWS, WIDTH, BLOCKS, PAGE = 4, 6, 16, 2
+
+
+def new(page: int = PAGE, blocks: int = BLOCKS) -> bt.BlockTable:
+    return bt.create(blocks, page, ROWS, WIDTH)
+
+
+def ints(*values: int) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+def only(row: int, value: int) -> jax.Array:
+    return jnp.zeros(ROWS, jnp.int32).at[row].set(value)
+
+
+def mask(*rows: int) -> jax.Array:
+    return jnp.zeros(ROWS, bool).at[jnp.array(rows)].set(True)
+
+
+def grow(table: bt.BlockTable, *news: int) -> bt.BlockTable:
+    table, copies, ok = bt.append(table, ints(*news))
+    assert bool(ok)
+    assert int(copies.count) == 0
+    return table
+
+
+def entries(table: bt.BlockTable, row: int) -> list[int]:
+    """The row's blocks, in order."""
+    return np.asarray(table.block_tables)[row, : -(-int(table.seq_lens[row]) // table.block_size)].tolist()
+
+
+def pairs(copies: bt.BlockCopies) -> set[tuple[int, int]]:
+    return {(int(copies.src[i]), int(copies.dst[i])) for i in range(int(copies.count))}
+
+
+def adoption(*chains: list[int]) -> jax.Array:
+    return jnp.array([chain + [0] * (WIDTH - len(chain)) for chain in chains], jnp.int32)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_create_frees_all_but_the_null_block() -> None:
+    table = new()
+    bt.check(table)
+    assert (table.num_blocks, table.block_size, table.max_num_seqs, table.max_blocks_per_seq) == (16, 2, 4, 6)
+    assert int(table.num_free_blocks) == 15
+    assert sorted(np.asarray(table.free_blocks)) == list(range(1, 16))
+    assert not np.asarray(table.block_tables).any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 2, 4, 6), "num_blocks is 1;.*at least 2"),
+        ((8, 0, 4, 6), "block_size is 0; pass at least 1"),
+        ((8, 2, 0, 6), "max_num_seqs is 0; pass at least 1"),
+        ((8, 2, 4, 0), "max_blocks_per_seq is 0; pass at least 1"),
+        ((2**27, 16, 4, 6), "num_blocks 134217728 x block_size 16 is 2147483648.*at most 134217726 blocks"),
+        ((8, 16, 4, 2**27), "max_blocks_per_seq 134217728 x block_size 16"),
+    ],
+)
+def test_create_refuses_sizes(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bt.create(*sizes)
+
+
+def test_inputs_of_the_wrong_shape_or_type_name_both() -> None:
+    table = new()
+    with pytest.raises(ValueError, match=re.escape("num_new_tokens is int32[3]; for this table pass int32[4]")):
+        bt.append(table, ints(1, 2, 3))
+    with pytest.raises(ValueError, match=re.escape("seq_lens is float32[4]; for this table pass int32[4]")):
+        bt.truncate(table, jnp.ones(4))
+    with pytest.raises(ValueError, match=re.escape("rows is int32[4]; pass a mask of the rows, bool[4]")):
+        bt.release(table, ints(1, 0, 0, 0))
+    with pytest.raises(
+        ValueError, match=re.escape("block_ids is int32[2,3]; for this table pass int32[2, 6]".replace(",3", ", 3"))
+    ):
+        bt.adopt(table, ints(0, 1), jnp.zeros((2, 3), jnp.int32), ints(0, 0))
+    with pytest.raises(ValueError, match=re.escape("window is int32[4]; for this table pass int32[]")):
+        bt.free_outside_window(table, ints(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 11, 12])
+def test_append_takes_a_block_at_each_edge(tokens: int) -> None:
+    once = grow(new(), 0, tokens, 0, 0)
+    stepwise = new()
+    for _ in range(tokens):
+        stepwise = grow(stepwise, 0, 1, 0, 0)
+    for table in (once, stepwise):
+        bt.check(table)
+        assert len(set(entries(table, 1)) - {bt.NULL_BLOCK}) == -(-tokens // PAGE)
+        assert int(table.num_free_blocks) == 15 - -(-tokens // PAGE)
+        assert table.seq_lens.tolist() == [0, tokens, 0, 0]
+
+
+def test_append_of_nothing_changes_nothing() -> None:
+    table = grow(new(), 3, 0, 2, 5)
+    after, copies, ok = bt.append(table, ints(0, 0, 0, 0))
+    assert bool(ok)
+    assert int(copies.count) == 0
+    assert_same(after, table)
+
+
+@pytest.mark.parametrize(
+    "news",
+    [(12, 12, 5, 0), (3, 13, 0, 0), (1, 2**31 - 1, 0, 0), (1, 0, -1, 0)],
+    ids=["blocks", "width", "overflow", "negative"],
+)
+def test_append_that_fails_gives_the_same_table(news: tuple[int, ...]) -> None:
+    table = bt.fork(grow(new(), 3, 0, 0, 0), ints(-1, -1, -1, 0))
+    after, copies, ok = bt.append(table, ints(*news[:3], 1))
+    assert not bool(ok)
+    assert pairs(copies) == set()
+    assert_same(after, table)
+
+
+def test_the_last_free_block_can_be_taken() -> None:
+    table, _, ok = bt.append(new(), ints(12, 12, 6, 0))
+    assert bool(ok)
+    assert int(table.num_free_blocks) == 0
+    bt.check(table)
+
+
+def test_all_but_one_holder_copy_when_all_append() -> None:
+    table = bt.fork(grow(new(), 3, 0, 0, 0), ints(-1, 0, 0, -1))
+    (tail,) = {entries(table, row)[-1] for row in range(3)}
+    after, copies, ok = bt.append(table, ints(1, 1, 1, 0))
+    assert bool(ok)
+    bt.check(after)
+    tails = [entries(after, row)[-1] for row in range(3)]
+    assert len(set(tails)) == 3
+    assert tail in tails
+    assert pairs(copies) == {(tail, block) for block in tails if block != tail}
+    assert int(after.ref_counts[entries(after, 0)[0]]) == 3
+
+
+def test_every_appender_copies_when_a_holder_stays() -> None:
+    table = bt.fork(grow(new(), 3, 0, 0, 0), ints(-1, 0, 0, -1))
+    tail = entries(table, 1)[-1]
+    after, copies, _ = bt.append(table, ints(1, 0, 1, 0))
+    bt.check(after)
+    assert entries(after, 1)[-1] == tail
+    assert pairs(copies) == {(tail, entries(after, 0)[-1]), (tail, entries(after, 2)[-1])}
+    assert int(after.ref_counts[tail]) == 1
+
+
+def test_a_retained_reference_never_appends() -> None:
+    table = grow(new(), 3, 0, 0, 0)
+    tail = entries(table, 0)[-1]
+    table = bt.retain(table, ints(tail, 0, 0, 0))
+    after, copies, _ = bt.append(table, ints(1, 0, 0, 0))
+    assert pairs(copies) == {(tail, entries(after, 0)[-1])}
+    bt.check(after, [tail])
+
+
+def test_a_full_tail_is_never_copied() -> None:
+    table = bt.fork(grow(new(), 4, 0, 0, 0), ints(-1, 0, -1, -1))
+    after = grow(table, 1, 1, 0, 0)
+    bt.check(after)
+    assert entries(after, 0)[:2] == entries(after, 1)[:2]
+    assert entries(after, 0)[2] != entries(after, 1)[2]
+
+
+def test_truncate_gives_back_whole_blocks_only() -> None:
+    table = grow(new(), 5, 6, 1, 0)
+    kept = entries(table, 0)[:2]
+    after = bt.truncate(table, ints(3, 99, -7, 4))
+    bt.check(after)
+    assert after.seq_lens.tolist() == [3, 6, 0, 0]
+    assert entries(after, 0) == kept
+    assert int(after.num_free_blocks) == int(table.num_free_blocks) + 2
+
+
+def test_double_free_is_a_no_op() -> None:
+    """Window 4, page 2, 10 tokens; fork, append to both, free both, free again."""
+    table = grow(new(), 10, 0, 0, 0)
+    table = bt.free_outside_window(table, 4)
+    assert entries(table, 0)[:3] == [bt.NULL_BLOCK] * 3
+    table = bt.fork(table, ints(-1, 0, -1, -1))
+    bt.check(table)
+    assert int(table.num_free_blocks) == 13
+    table = grow(table, 1, 1, 0, 0)
+    bt.check(table)
+    freed = bt.release(table, mask(0, 1))
+    bt.check(freed)
+    assert int(freed.num_free_blocks) == 15
+    assert int(freed.ref_counts[bt.NULL_BLOCK]) == 0
+    assert_same(bt.release(freed, mask(0, 1)), freed)
+
+
+def test_two_rows_that_share_blocks_are_released_at_once() -> None:
+    table = bt.fork(grow(new(), 7, 2, 0, 0), ints(-1, -1, 0, 0))
+    after = bt.release(table, mask(0, 2, 3))
+    bt.check(after)
+    assert int(after.num_free_blocks) == 14
+
+
+def test_fork_reads_all_parents_before_it_writes() -> None:
+    table = grow(new(), 3, 8, 1, 0)
+    before = [entries(table, row) for row in range(ROWS)]
+    swapped = bt.fork(table, ints(1, 0, -1, 2))
+    bt.check(swapped)
+    assert [entries(swapped, row) for row in range(ROWS)] == [before[1], before[0], before[2], before[2]]
+    assert swapped.seq_lens.tolist() == [8, 3, 1, 1]
+    assert_same(bt.fork(table, ints(0, -1, 4, -9)), table)
+
+
+def test_fork_of_an_empty_row_empties() -> None:
+    table = bt.fork(grow(new(), 3, 8, 0, 0), ints(-1, 2, -1, -1))
+    bt.check(table)
+    assert table.seq_lens.tolist() == [3, 0, 0, 0]
+
+
+def test_adopt_replaces_what_the_row_held() -> None:
+    table = grow(new(), 4, 3, 0, 0)
+    cached = entries(table, 0)
+    table = bt.adopt(table, ints(1, -1), adoption(cached, []), ints(4, 0))
+    bt.check(table)
+    assert entries(table, 1) == cached
+    assert int(table.num_free_blocks) == 13
+
+
+def test_a_block_that_only_changes_rows_is_not_freed_between() -> None:
+    table = grow(new(), 4, 2, 0, 0)
+    first, second = entries(table, 0), entries(table, 1)
+    table = bt.adopt(table, ints(0, 1), adoption(second + first[::-1], first), ints(6, 4))
+    bt.check(table)
+    assert [entries(table, 0), entries(table, 1)] == [second + first[::-1], first]
+
+
+def test_adoptions_that_make_no_sense_are_left_out() -> None:
+    table = grow(new(), 4, 3, 0, 0)
+    a, b = entries(table, 0)
+    free = int(table.free_blocks[0])
+    for chain, length in [([a, free], 4), ([a, 0], 4), ([a, -1], 3), ([a, BLOCKS], 3), ([a, b], 13), ([a, b], -1)]:
+        assert_same(bt.adopt(table, ints(1, -1), adoption(chain, []), ints(length, 0)), table)
+    assert_same(bt.adopt(table, ints(ROWS, -1), adoption([a], []), ints(2, 0)), table)
+    twice = bt.adopt(table, ints(2, 2), adoption([a], [b]), ints(2, 1))
+    bt.check(twice)
+    assert entries(twice, 2) == [b]
+
+
+def test_retain_and_drop_count_and_ignore_what_is_not_there() -> None:
+    table = grow(new(), 4, 0, 0, 0)
+    a, b = entries(table, 0)
+    free = int(table.free_blocks[0])
+    table = bt.retain(table, ints(a, a, b, free))
+    bt.check(table, [a, a, b])
+    assert_same(bt.retain(table, ints(0, -1, BLOCKS, free)), table)
+    table = bt.release(table, mask(0))
+    bt.check(table, [a, a, b])
+    assert int(table.num_free_blocks) == 13
+    table = bt.drop(table, ints(b, b, b, a))
+    bt.check(table, [a])
+    assert int(table.num_free_blocks) == 14
+    assert_same(bt.drop(table, ints(0, -1, BLOCKS, b)), table)
+
+
+def test_a_drop_never_takes_a_rows_block() -> None:
+    table = grow(new(), 4, 0, 0, 0)
+    assert_same(bt.drop(table, ints(*entries(table, 0), 0, 0)), table)
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 12])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 2**31 - 1, 0, -1])
+def test_window_keeps_what_later_queries_see(window: int, length: int) -> None:
+    table = grow(new(), length, 0, 0, 0)
+    chain = entries(table, 0)
+    after = bt.free_outside_window(table, window)
+    bt.check(after)
+    # The queries at length - 1 and later see the keys from length - window on.
+    seen = range(max(length - window, 0) if window > 0 else 0, length)
+    assert entries(after, 0) == [block if at in {key // PAGE for key in seen} else 0 for at, block in enumerate(chain)]
+    assert_same(bt.free_outside_window(after, window), after)
+
+
+def test_a_tail_the_window_gave_back_is_copied_from_the_null_block() -> None:
+    table = bt.truncate(bt.free_outside_window(grow(new(), 10, 0, 0, 0), 2), ints(3, 0, 0, 0))
+    bt.check(table)
+    assert entries(table, 0) == [0, 0]
+    after, copies, ok = bt.append(table, ints(2, 0, 0, 0))
+    assert bool(ok)
+    bt.check(after)
+    assert pairs(copies) == {(bt.NULL_BLOCK, entries(after, 0)[1])}
+    assert int(after.num_free_blocks) == int(table.num_free_blocks) - 2
+
+
+def test_defragment_moves_used_blocks_to_the_front() -> None:
+    table = bt.fork(grow(new(), 6, 6, 6, 0), ints(-1, -1, -1, 2))
+    held = entries(table, 1)[0]
+    table = bt.release(bt.retain(table, ints(held, held, 0, 0)), mask(0, 1))
+    chain = entries(table, 2)
+    after, copies = bt.defragment(table)
+    moves = dict(pairs(copies))
+    assert not moves.keys() & set(moves.values())
+    bt.check(after, [moves.get(held, held)] * 2)
+    assert entries(after, 2) == entries(after, 3) == [moves.get(block, block) for block in chain]
+    assert set(entries(after, 2)) | {moves.get(held, held)} == {1, 2, 3, 4}
+    assert int(after.num_free_blocks) == 11
+    again, none = bt.defragment(after)
+    assert_same(again, after)
+    assert int(none.count) == 0
+
+
+def test_full_hit_copies_the_shared_block() -> None:
+    """Page 4, a prompt of 8 tokens twice: the second run computes its last token again, in a block of its own."""
+    table = grow(new(page=4), 8, 0, 0, 0)
+    cached = entries(table, 0)
+    table = bt.release(bt.retain(table, ints(*cached, 0, 0)), mask(0))
+    table = bt.adopt(table, ints(1, -1), adoption(cached, []), ints(7, 0))
+    table, copies, _ = bt.append(table, only(1, 1))
+    assert pairs(copies) == {(cached[1], entries(table, 1)[1])}
+    assert entries(table, 1)[0] == cached[0]
+    table = bt.release(table, mask(1))
+    bt.check(table, cached)
+    assert int(table.num_free_blocks) == 13
+
+
+def test_a_preempted_row_hits_its_own_old_blocks() -> None:
+    """Page 4, preempted at 5 tokens: 4 are cached; the next token goes into a new block, with nothing to copy."""
+    table = grow(new(page=4), 5, 0, 0, 0)
+    cached = entries(table, 0)[0]
+    table = bt.release(bt.retain(table, ints(cached, 0, 0, 0)), mask(0))
+    table = grow(bt.adopt(table, ints(0, -1), adoption([cached], []), ints(4, 0)), 1, 0, 0, 0)
+    bt.check(table, [cached])
+    assert entries(table, 0)[0] == cached
+    assert len(set(entries(table, 0))) == 2
+
+
+def test_a_request_that_can_never_fit_fails_and_leaves_the_pool() -> None:
+    """8 blocks of 4 are 28 usable slots."""
+    table = bt.create(8, 4, ROWS, 16)
+    for tokens, fits in [(29, False), (32, False), (28, True), (3, True)]:
+        after, _, ok = bt.append(table, only(0, tokens))
+        assert bool(ok) == fits
+        bt.check(after)
+
+
+@pytest.mark.parametrize("page", [PAGE, 4])
+def test_no_leaks_on_odd_endings(page: int) -> None:
+    """50 requests of 1 to 12 tokens, that end wherever they are: by release, by truncation, forked over or adopted over."""
+    rng = np.random.default_rng(0)
+    table = new(page)
+    for _ in range(50):
+        row, tokens = int(rng.integers(ROWS)), int(rng.integers(1, 13))
+        table = bt.release(table, mask(row))
+        after, _, ok = bt.append(table, only(row, tokens))
+        table = after if ok else bt.truncate(table, ints(*rng.integers(0, 3, ROWS)))
+        if rng.random() < 0.3:
+            table = bt.fork(table, ints(*rng.integers(-1, ROWS, ROWS)))
+        bt.check(table)
+    table = bt.release(table, mask(*range(ROWS)))
+    bt.check(table)
+    assert int(table.num_free_blocks) == BLOCKS - 1
+    assert not np.asarray(table.block_tables).any()
+
+
+def test_loops_turn_as_often_as_needed() -> None:
+    """More blocks at once than one turn of the loops visits, very unevenly over the rows."""
+    table = bt.create(1000, 1, 3, 400)
+    table, _, ok = bt.append(table, ints(400, 1, 300))
+    assert bool(ok)
+    bt.check(table)
+    blocks = entries(table, 0) + entries(table, 1) + entries(table, 2)
+    assert len(set(blocks)) == 701
+    forked = bt.fork(table, ints(2, -1, 0))
+    bt.check(forked)
+    assert [entries(forked, row) for row in range(3)] == [entries(table, row) for row in (2, 1, 0)]
+    cut = bt.truncate(bt.fork(table, ints(-1, 0, -1)), ints(250, 399, 400))
+    bt.check(cut)
+    assert int(cut.num_free_blocks) == 999 - 399 - 300
+    slid = bt.free_outside_window(cut, 10)
+    bt.check(slid)
+    assert int(slid.num_free_blocks) == 999 - 10 - 10 - 10
+
+
+def scenario(table: bt.BlockTable) -> list[Any]:
+    """Every transition once, the table passed on."""
+    seen: list[Any] = []
+    table, copies, ok = bt.append(table, ints(5, 8, 0, 1))
+    seen += [table, copies, ok]
+    table = bt.retain(table, jnp.concatenate([table.block_tables[1, :3], ints(0)]))
+    seen.append(table)
+    table = bt.fork(table, ints(-1, -1, 0, 1))
+    seen.append(table)
+    table, copies, ok = bt.append(table, ints(1, 0, 1, 2))
+    seen += [table, copies, ok]
+    table = bt.release(bt.truncate(table, ints(3, 7, 9, 9)), mask(0))
+    seen.append(table)
+    table = bt.adopt(table, ints(0, -1), table.block_tables[1:3], ints(5, 0))
+    seen.append(table)
+    table = bt.drop(bt.free_outside_window(table, jnp.int32(2)), jnp.concatenate([table.block_tables[1, :3], ints(0)]))
+    seen.append(table)
+    return [*seen, *bt.defragment(table)]
+
+
+def test_jit_equals_eager_under_strict_promotion() -> None:
+    with jax.numpy_dtype_promotion("strict"):
+        jitted = jax.jit(scenario)(new())
+        with jax.disable_jit():
+            eager = scenario(new())
+    assert_same(jitted, eager)
+    assert bool(jitted[2])
+    assert int(jitted[1].count) + int(jitted[6].count) > 0 or int(jitted[5].count) > 0
+
+
+def test_a_donated_table_is_updated_in_place() -> None:
+    """One program of all transitions: its temporaries have no room for a copy of the pool's or of the table's arrays."""
+
+    def step(table: bt.BlockTable, n: jax.Array, ids: jax.Array, chains: jax.Array) -> tuple[bt.BlockTable, Any, Any]:
+        table = bt.drop(bt.release(table, n > 5), ids)
+        table = bt.fork(bt.adopt(table, ids, chains, ids), n)
+        table, copies, ok = bt.append(table, n)
+        table = bt.retain(bt.truncate(table, n), ids)
+        return bt.free_outside_window(table, n[0]), copies, ok
+
+    table = bt.create(65536, 16, 64, 512)
+    smallest = min(table.block_tables.nbytes, table.ref_counts.nbytes, table.free_blocks.nbytes)
+    args = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), jnp.zeros((8, 512), jnp.int32)
+    program = jax.jit(step, donate_argnums=0).lower(table, *args).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(table))
+    assert memory.temp_size_in_bytes < smallest
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(table)]
+    after, _, _ = program(table, *args)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)] == places
+
+
+CORRUPTIONS = {
+    "ref count too high": ("ref_counts", (1,), 3, "block 1 has ref count 3, but 2 table entries and 0 retained"),
+    "a lost block": ("ref_counts", (1,), 0, "block 1 has ref count 0 and is not on the free stack"),
+    "free twice": ("free_blocks", (0,), 14, "block 14 is on the free stack 2 times"),
+    "free and held": ("free_blocks", (0,), 2, "block 2 is on the free stack with ref count"),
+    "null block free": ("free_blocks", (0,), 0, "block 0 is on the free stack"),
+    "null block held": ("ref_counts", (0,), 1, "block 0 has ref count 1"),
+    "retained unknown": ("retain_counts", (2,), 1, "block 2 is retained 1 times in the table, but 0 times"),
+    "negative length": ("seq_lens", (3,), -1, "row 3 has -1 tokens; it can have 0 to 12"),
+    "too long": ("seq_lens", (3,), 13, "row 3 has 13 tokens"),
+    "length past the blocks": ("seq_lens", (0,), 9, "row 0, entry 3, is the null block between others"),
+    "length short of the blocks": ("seq_lens", (0,), 2, "row 0, entry 1, is block"),
+    "entry outside the pool": ("block_tables", (0, 1), 16, "row 0, entry 1, is block 16; the pool has 16"),
+    "null between": ("block_tables", (0, 1), 0, "row 0, entry 1, is the null block between others"),
+    "count past the stack": ("num_free_blocks", (), 16, "num_free_blocks is 16"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_check_says_what_is_wrong(name: str) -> None:
+    field, at, value, message = CORRUPTIONS[name]
+    table = bt.fork(grow(new(), 6, 3, 0, 0), ints(-1, -1, 0, -1))
+    bt.check(table)
+    broken = np.array(getattr(table, field))
+    broken[at] = value
+    with pytest.raises(bt.BlockTableError, match=re.escape(message)):
+        bt.check(dataclasses.replace(table, **{field: jnp.asarray(broken)}))
+
+
+def test_check_compares_with_what_the_caller_retained() -> None:
+    table = bt.retain(grow(new(), 4, 0, 0, 0), ints(1, 1, 0, 0))
+    bt.check(table, retained=[1, 1])
+    for retained, message in [
+        ((), "2 times in the table, but 0"),
+        ([1], "but 1 times"),
+        ([1, 1, 99], "names block 99"),
+    ]:
+        with pytest.raises(bt.BlockTableError, match=message):
+            bt.check(table, retained=retained)

@@ -1,0 +1,358 @@
+"""The block table against a plain Python allocator, over random sequences of every transition.
+
+The model knows nothing of ids, stacks or counts: a row is a list of block objects and a list of tokens, and a holder is
+an appearance in a row or among the retained. A NumPy array plays the KV pool, so a block that is shared, copied or
+reused wrongly shows as a wrong token. Loops are cut to 4 lanes a turn, so that they turn more than once.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from pagedjax import _block_sharing, _block_state
+from pagedjax import block_table as bt
+
+NUM_ROWS, MAX_BLOCKS, NUM_BLOCKS = 4, 5, 14
+LOST = -1  # what the null block's slots hold: a token a sliding window gave back reads as this
+PADDING = 6  # block ids per call to retain and drop
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A block of the model: the tokens written to it, by slot."""
+
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Row:
+    """A row of the model; `blocks` has None where a window gave a block back."""
+
+    def __init__(self, blocks: list[Block | None] = (), tokens: list[int] = ()) -> None:  # type: ignore[assignment]
+        self.blocks, self.tokens = list(blocks), list(tokens)
+
+
+class Model:
+    """The allocator, without ids."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows = [Row() for _ in range(NUM_ROWS)]
+        self.retained: list[Block] = []
+
+    def holders(self, block: Block) -> int:
+        return sum(held is block for row in self.rows for held in row.blocks) + sum(b is block for b in self.retained)
+
+    def live(self) -> list[Block]:
+        blocks = [block for row in self.rows for block in row.blocks if block is not None] + self.retained
+        return list(dict.fromkeys(blocks))
+
+    def num_free(self) -> int:
+        return NUM_BLOCKS - 1 - len(self.live())
+
+    def writes_tail(self, row: int, new: int) -> bool:
+        return new > 0 and len(self.rows[row].tokens) % self.block_size > 0
+
+    def copiers(self, news: list[int]) -> tuple[list[int], list[list[int]]]:
+        """Rows that certainly copy their tail, and groups of rows of which all but one do."""
+        sure, groups = [], []
+        writers: dict[Block, list[int]] = {}
+        for row, new in enumerate(news):
+            if self.writes_tail(row, new):
+                tail = self.rows[row].blocks[-1]
+                if tail is None:
+                    sure.append(row)
+                else:
+                    writers.setdefault(tail, []).append(row)
+        for tail, rows in writers.items():
+            if self.holders(tail) > len(rows):
+                sure += rows
+            elif len(rows) > 1:
+                groups.append(rows)
+        return sure, groups
+
+    def needed(self, news: list[int]) -> int | None:
+        """Free blocks an append takes; None where a row cannot grow so."""
+        sure, groups = self.copiers(news)
+        need = len(sure) + sum(len(rows) - 1 for rows in groups)
+        for row, new in zip(self.rows, news, strict=True):
+            length = len(row.tokens) + new
+            if new < 0 or length > MAX_BLOCKS * self.block_size:
+                return None
+            need += -(-length // self.block_size) - len(row.blocks)
+        return need
+
+    def append(self, row: int, tokens: list[int], copies_tail: bool) -> None:
+        target = self.rows[row]
+        if copies_tail:
+            tail = target.blocks[-1]
+            kept = dict(tail.tokens) if tail else dict.fromkeys(range(self.block_size), LOST)
+            target.blocks[-1] = Block(kept)
+        for token in tokens:
+            slot = len(target.tokens) % self.block_size
+            if slot == 0:
+                target.blocks.append(Block())
+            block = target.blocks[-1]
+            assert block is not None
+            block.tokens[slot] = token
+            target.tokens.append(token)
+
+    def cut(self, row: int, length: int) -> None:
+        target = self.rows[row]
+        del target.tokens[max(length, 0) :]
+        del target.blocks[-(-len(target.tokens) // self.block_size) :]
+
+    def slide(self, window: int) -> None:
+        for row in self.rows:
+            for nth in range(len(row.blocks)):
+                end = (nth + 1) * self.block_size
+                if 0 < window <= len(row.tokens) - end:  # all its keys are left of len - window
+                    row.blocks[nth] = None
+                    row.tokens[end - self.block_size : end] = [LOST] * self.block_size
+
+    def fork(self, parents: list[int]) -> None:
+        old = [Row(row.blocks, row.tokens) for row in self.rows]
+        for row, parent in enumerate(parents):
+            if 0 <= parent < NUM_ROWS:
+                self.rows[row] = Row(old[parent].blocks, old[parent].tokens)
+
+    def adopt(self, row: int, blocks: list[Block | None], length: int) -> None:
+        slots = [block.tokens.get(slot) if block else LOST for block in blocks for slot in range(self.block_size)]
+        self.rows[row] = Row(blocks, slots[:length])  # type: ignore[arg-type]
+
+
+rows_of = st.lists(st.integers(-1, NUM_ROWS), min_size=NUM_ROWS, max_size=NUM_ROWS)
+some_blocks = st.lists(st.integers(0, 2**16), max_size=PADDING)
+
+
+class Machine(RuleBasedStateMachine):
+    """Every transition on the table and the model at once; after each, the two have to agree."""
+
+    block_size = 2
+
+    @initialize()
+    def start(self) -> None:
+        self.table = bt.create(NUM_BLOCKS, self.block_size, NUM_ROWS, MAX_BLOCKS)
+        self.pool = np.full((NUM_BLOCKS, self.block_size), LOST)
+        self.model = Model(self.block_size)
+        self.ids: dict[Block, int] = {}
+        self.next_token = 0
+
+    def copy(self, copies: bt.BlockCopies) -> dict[int, int]:
+        count = int(copies.count)
+        src, dst = np.asarray(copies.src), np.asarray(copies.dst)
+        assert not src[count:].any()
+        assert not dst[count:].any()
+        src, dst = src[:count], dst[:count]
+        assert len(set(dst)) == count
+        assert not set(src) & set(dst)
+        self.pool[dst] = self.pool[src]
+        return dict(zip(src.tolist(), dst.tolist(), strict=True))
+
+    @rule(news=st.lists(st.integers(0, 5), min_size=NUM_ROWS, max_size=NUM_ROWS), gaps=st.integers(0, 15))
+    def append(self, news: list[int], gaps: int) -> None:
+        self.grow([0 if gaps >> row & 1 else new for row, new in enumerate(news)])
+
+    @rule(only=st.integers(0, NUM_ROWS - 1), new=st.integers(-1, 11))
+    def append_one(self, only: int, new: int) -> None:
+        self.grow([new if row == only else 0 for row in range(NUM_ROWS)])
+
+    def grow(self, news: list[int]) -> None:
+        before = self.table
+        self.table, copies, ok = bt.append(before, jnp.array(news, jnp.int32))
+        need = self.model.needed(news)
+        assert bool(ok) == (need is not None and need <= self.model.num_free())
+        changed = self.copy(copies)
+        if not ok:
+            assert_equal_trees(self.table, before)
+            assert not changed
+            return
+        copying, groups = self.model.copiers(news)
+        for group in groups:
+            kept = [row for row in group if self.tail_id(self.table, row) == self.tail_id(before, row)]
+            assert len(kept) == 1, "all holders append: exactly one keeps the tail"
+            copying += [row for row in group if row not in kept]
+        assert int(copies.count) == len(copying)
+        for row, new in enumerate(news):
+            start = len(self.model.rows[row].tokens)
+            tokens = list(range(self.next_token, self.next_token + new))
+            self.next_token += new
+            self.model.append(row, tokens, row in copying)
+            entries = np.asarray(self.table.block_tables)[row]
+            for position, token in enumerate(tokens, start):
+                self.pool[entries[position // self.block_size], position % self.block_size] = token
+
+    def tail_id(self, table: bt.BlockTable, row: int) -> int:
+        """The block of the row's last token before this append."""
+        column = (len(self.model.rows[row].tokens) - 1) // self.block_size
+        return int(table.block_tables[row, column])
+
+    @rule(lengths=st.lists(st.integers(-1, 11), min_size=NUM_ROWS, max_size=NUM_ROWS))
+    def truncate(self, lengths: list[int]) -> None:
+        self.table = bt.truncate(self.table, jnp.array(lengths, jnp.int32))
+        for row, length in enumerate(lengths):
+            self.model.cut(row, length)
+
+    @rule(mask=st.integers(1, 15))
+    def release(self, mask: int) -> None:
+        rows = [bool(mask >> row & 1) for row in range(NUM_ROWS)]
+        self.table = bt.release(self.table, jnp.array(rows))
+        for row in np.flatnonzero(rows):
+            self.model.cut(int(row), 0)
+
+    @rule(parents=rows_of)
+    def fork(self, parents: list[int]) -> None:
+        self.table = bt.fork(self.table, jnp.array(parents, jnp.int32))
+        self.model.fork(parents)
+
+    @rule(window=st.integers(-1, 7))
+    def free_outside_window(self, window: int) -> None:
+        self.table = bt.free_outside_window(self.table, jnp.int32(window))
+        self.model.slide(window)
+
+    @rule(picks=some_blocks, noise=st.integers(-2, NUM_BLOCKS + 1))
+    def retain(self, picks: list[int], noise: int) -> None:
+        ids = [*self.pick_ids(picks[: PADDING - 1]), noise]
+        self.table = bt.retain(self.table, padded(ids))
+        by_id = {self.ids[block]: block for block in self.model.live()}
+        self.model.retained += [by_id[block_id] for block_id in ids if block_id in by_id]
+
+    @rule(picks=some_blocks, noise=st.integers(-2, NUM_BLOCKS + 1))
+    def drop(self, picks: list[int], noise: int) -> None:
+        ids = [*self.pick_ids(picks[: PADDING - 1]), noise]
+        self.table = bt.drop(self.table, padded(ids))
+        for block_id in ids:
+            block = next((b for b in self.model.retained if self.ids[b] == block_id), None)
+            if block is not None:
+                self.model.retained.remove(block)
+
+    def pick_ids(self, picks: list[int]) -> list[int]:
+        live = self.model.live()
+        return [self.ids[live[pick % len(live)]] for pick in picks] if live else []
+
+    @rule(rows=st.tuples(*[st.integers(-1, NUM_ROWS)] * 2), data=st.data())
+    def adopt(self, rows: tuple[int, int], data: st.DataObject) -> None:
+        block_ids = np.full((2, MAX_BLOCKS), NUM_BLOCKS + 3)  # past the tokens' blocks anything may stand
+        lengths, plans = [0, 0], {}
+        for nth, row in enumerate(rows):
+            chain, length = self.draw_chain(data)
+            sound = data.draw(st.sampled_from([True, True, True, False]))
+            ids = [self.ids[block] if block else bt.NULL_BLOCK for block in chain]
+            if not sound:
+                ids, length = self.spoil(ids, length, data)
+            block_ids[nth, : len(ids)], lengths[nth] = ids, length
+            if sound and 0 <= row < NUM_ROWS:
+                plans[row] = (chain, length)
+        self.table = bt.adopt(
+            self.table, jnp.array(rows, jnp.int32), jnp.array(block_ids, jnp.int32), jnp.array(lengths, jnp.int32)
+        )
+        for row, (chain, length) in plans.items():
+            self.model.adopt(row, chain, length)
+
+    def draw_chain(self, data: st.DataObject) -> tuple[list[Block | None], int]:
+        """Full live blocks, the last maybe part of one; sometimes with leading blocks that a window has passed."""
+        full = [block for block in self.model.live() if len(block.tokens) == self.block_size]
+        if not full:
+            return [], 0
+        chain = data.draw(st.lists(st.sampled_from(full), max_size=MAX_BLOCKS))
+        passed = data.draw(st.integers(0, MAX_BLOCKS - len(chain))) if chain else 0
+        length = (passed + len(chain)) * self.block_size
+        return [None] * passed + chain, max(length - data.draw(st.integers(0, self.block_size - 1)), 0)
+
+    def spoil(self, ids: list[int], length: int, data: st.DataObject) -> tuple[list[int], int]:
+        """An adoption that has to be left out: a free block, a null block last or in between, or a bad length."""
+        wrongs = [(ids, -1), (ids, MAX_BLOCKS * self.block_size + 1)]
+        num_free = int(self.table.num_free_blocks)
+        if ids and num_free:
+            wrongs.append(([*ids[:-1], int(self.table.free_blocks[num_free - 1])], length))
+        if ids:
+            wrongs.append(([*ids[:-1], data.draw(st.sampled_from([-1, NUM_BLOCKS]))], length))
+        if len(ids) > 1 and ids[-2] != bt.NULL_BLOCK:
+            wrongs.append(([*ids[:-1], bt.NULL_BLOCK], length))
+        return data.draw(st.sampled_from(wrongs))
+
+    @rule()
+    def defragment(self) -> None:
+        self.table, copies = bt.defragment(self.table)
+        moves = self.copy(copies)
+        self.ids = {block: moves.get(self.ids[block], self.ids[block]) for block in self.model.live()}
+        used = len(self.model.live())
+        assert sorted(self.ids.values()) == list(range(1, used + 1))
+        assert all(src > used for src in moves)
+
+    @invariant()
+    def agrees(self) -> None:
+        entries = np.asarray(self.table.block_tables)
+        known: dict[Block, int] = {block: self.ids[block] for block in self.model.live() if block in self.ids}
+        for row, expected in enumerate(self.model.rows):
+            assert int(self.table.seq_lens[row]) == len(expected.tokens)
+            for block, block_id in zip(expected.blocks, entries[row].tolist(), strict=False):
+                assert (block is None) == (block_id == bt.NULL_BLOCK)
+                if block is not None:
+                    assert known.setdefault(block, block_id) == block_id
+            held = [
+                self.pool[entries[row, at // self.block_size], at % self.block_size]
+                for at in range(len(expected.tokens))
+            ]
+            assert held == expected.tokens
+        assert len(set(known.values())) == len(known), "two blocks of the model share an id"
+        self.ids = known
+        counts = np.asarray(self.table.ref_counts)
+        assert {block_id: counts[block_id] for block_id in known.values()} == {
+            self.ids[block]: self.model.holders(block) for block in known
+        }
+        assert int(self.table.num_free_blocks) == self.model.num_free()
+        assert (self.pool[bt.NULL_BLOCK] == LOST).all()
+        bt.check(self.table, [self.ids[block] for block in self.model.retained])
+
+
+def padded(ids: list[int]) -> jax.Array:
+    return jnp.array(ids + [bt.NULL_BLOCK] * (PADDING - len(ids)), jnp.int32)
+
+
+def assert_equal_trees(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(autouse=True)
+def four_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    transitions = [getattr(bt, name) for name in bt.__all__ if hasattr(getattr(bt, name), "clear_cache")]
+    for module in (_block_state, _block_sharing):
+        monkeypatch.setattr(module, "LANES", 4)
+    for transition in transitions:
+        transition.clear_cache()
+    yield
+    for transition in transitions:
+        transition.clear_cache()
+
+
+def run(block_size: int, max_examples: int, steps: int) -> None:
+    machine = type("Machine", (Machine,), {"block_size": block_size})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=steps,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_table_follows_the_model() -> None:
+    run(block_size=2, max_examples=15, steps=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_table_follows_the_model_for_long(block_size: int) -> None:
+    run(block_size, max_examples=150, steps=50)
