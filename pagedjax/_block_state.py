@@ -2,10 +2,8 @@
 
 The operations work on *lanes*: short vectors of block ids or table entries, all at once. A lane with nothing to do
 holds `NULL_BLOCK`, or an index past the end, which scatters drop. Each operation reads and writes only the places its
-lanes lanes name, so that under donation nothing else of the state is touched. XLA updates an array in place only if it knows
+lanes name, so that under donation nothing else of the state is touched. XLA updates an array in place only if it knows
 that every read of it comes first; so what an update writes, or where, depends on what was last read from its array.
- nothing else of the state is touched. XLA updates an array in place only if it knows
-that the reads come first; so a scatter's indices or values always depend on what was last read from its array.
 
 Letters: R rows, P blocks per row at most, N blocks in the pool, K lanes, C copies at most.
 """

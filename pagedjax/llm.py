@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler
 from pagedjax.stats import Stats
-from pagedjax.text import Tokenizer, as_tokenizer
+from pagedjax.text import Tokenizer, as_tokenizer, hf_folder
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class LLM:
             source: "smollm2-135m-instruct" (fetched on first use), a Hugging Face folder with safetensors, a .gguf file, or
                 a checkpoint saved by `pagedjax.loaders.orbax`.
             dtype: of the parameters; None keeps the stored one (float32 for a quantised GGUF file).
-            tokenizer: instead of the one beside the weights.
+            tokenizer: instead of the one beside the weights. Without either, prompts are token ids.
             **options: see `pagedjax.engine_config.EngineConfig`.
 
         Raises:
@@ -119,15 +120,13 @@ class LLM:
 
         EngineConfig(**_known(options))  # a wrong option fails before minutes of loading
         checkpoint = load_checkpoint(source, dtype)
-        if tokenizer is None:
-            read = Tokenizer.from_gguf if checkpoint.kind == "gguf" else Tokenizer.from_folder
-            tokenizer = read(checkpoint.source_path)
+        own_tokenizer, end_ids = _read_text(checkpoint.source_path)
         config = checkpoint.config
         if config.rope.kind == "dynamic":  # the frequencies of this kind depend on the longest sequence there can be
             longest = max(config.max_position_embeddings, options.get("max_model_len", 0))
             config = dataclasses.replace(config, max_position_embeddings=longest)
         model = Decoder.abstract(config, jax.tree.leaves(checkpoint.params)[0].dtype)
-        return cls(model, checkpoint.params, tokenizer, **options)
+        return cls(model, checkpoint.params, tokenizer or own_tokenizer, end_ids=end_ids, **options)
 
     # Many prompts at once
 
@@ -342,6 +341,17 @@ class LLM:
 
     def _new_id(self, prefix: str) -> str:
         return f"{prefix}-{next(self._ids)}"
+
+
+def _read_text(path: pathlib.Path) -> tuple[Tokenizer | None, Sequence[int]]:
+    """The tokenizer beside the weights, if there is one, and the end tokens that the checkpoint names."""
+    if path.is_file():
+        tokenizer = Tokenizer.from_gguf(path)
+        return tokenizer, tokenizer.eos_ids
+    if (path / "tokenizer.json").exists():
+        return Tokenizer.from_folder(path), hf_folder.end_ids(path)
+    logger.warning("%s has no tokenizer.json: prompts must be token ids, and outputs have no text", path)
+    return None, hf_folder.end_ids(path)
 
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ from pagedjax.vocab_tiles import argmax, pad_vocab, tile_maxima, top_k
 # Dimensions: S sample rows, R history rows, M history length, V token ids, P padded vocabulary, C vocabulary tiles,
 # K = NARROW candidates, G rows of a wide group.
 
-MIN_TEMPERATURE = 1e-5  # below this a row is greedy: its logits differ by more than the noise can bridge
+MIN_TEMPERATURE = 1e-5  # below this a row is greedy
 NARROW = 64  # candidates of the narrow path
 WIDE_ROWS = 8  # rows of the wide path at a time
 

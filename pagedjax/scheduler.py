@@ -58,6 +58,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.least_free_blocks = self.num_usable_blocks  # since the start, as the host knew it
         self._budget = BlockBudget(self.num_usable_blocks)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._releases: list[int] = []  # rows given up since the last plan
@@ -141,6 +142,7 @@ class Scheduler:
         if not plan.preempted:
             self._admit(plan, budget)
         plan.num_steps = self._extend(plan)
+        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
         plan.releases, self._releases = self._releases, []
         if plan.scheduled:  # only then a result comes back; else the credits count towards the next plan that has one
             self._budget.dispatch()

@@ -15,6 +15,7 @@ class Stats:
 
     Attributes:
         kv_usage: share of the usable blocks in use, 0 to 1.
+        peak_kv_usage: the highest share since the start, as plans were made.
         num_free_blocks: usable blocks that are free.
         num_cached_blocks: blocks held by the prefix cache alone.
         prefix_hit_rate: share of prompt tokens found in the prefix cache.
@@ -28,6 +29,7 @@ class Stats:
     """
 
     kv_usage: float
+    peak_kv_usage: float
     num_free_blocks: int
     num_cached_blocks: int
     prefix_hit_rate: float
@@ -47,6 +49,7 @@ class Stats:
         scheduler, runner = engine.scheduler, engine.runner
         return cls(
             kv_usage=1.0 - scheduler.num_free_blocks / scheduler.num_usable_blocks,
+            peak_kv_usage=1.0 - scheduler.least_free_blocks / scheduler.num_usable_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=0,
             prefix_hit_rate=0.0,

@@ -139,6 +139,11 @@ def write_kv(
         ValueError: shapes or dtypes that don't fit the pool.
     """
     _check_tokens(kv_pages, k, v, slot_mapping)
+    return _write(kv_pages, jnp.asarray(layer, jnp.int32), k, v, slot_mapping)
+
+
+@jax.jit
+def _write(kv_pages: KVPages, layer: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> KVPages:
     block_size, num_heads = kv_pages.block_size, kv_pages.num_kv_heads
     in_pool = (slot_mapping >= 0) & (slot_mapping < kv_pages.num_slots)
     # An index past the end is what mode="drop" drops; a negative one would count from the end.
@@ -177,17 +182,20 @@ def copy_blocks(
     if src.ndim != 1 or src.shape != dst.shape:
         raise ValueError(f"src {src.shape} and dst {dst.shape} must be vectors of the same length")
     _check_integers(src=src, dst=dst)
-    count = src.shape[0] if count is None else jnp.clip(count, 0, src.shape[0])
     if src.shape[0] == 0:
         return kv_pages
+    return _copy(kv_pages, src, dst, jnp.asarray(src.shape[0] if count is None else count, jnp.int32))
 
+
+@jax.jit
+def _copy(kv_pages: KVPages, src: jax.Array, dst: jax.Array, count: jax.Array) -> KVPages:
     def copy_one(i: jax.Array, pool: jax.Array) -> jax.Array:
         in_pool = (jnp.minimum(src[i], dst[i]) >= 0) & (jnp.maximum(src[i], dst[i]) < kv_pages.num_blocks)
         # Slices clamp what is out of range; a skipped pair becomes block 0 copied onto itself instead.
         block = jax.lax.dynamic_slice_in_dim(pool, jnp.where(in_pool, src[i], 0), 1, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(pool, block, jnp.where(in_pool, dst[i], 0), axis=1)
 
-    return dataclasses.replace(kv_pages, pool=jax.lax.fori_loop(0, count, copy_one, kv_pages.pool))
+    return dataclasses.replace(kv_pages, pool=jax.lax.fori_loop(0, jnp.minimum(count, src.shape[0]), copy_one, kv_pages.pool))
 
 
 def gather_kv(
@@ -210,6 +218,13 @@ def gather_kv(
     if block_ids.ndim != 1:
         raise ValueError(f"block_ids has shape {block_ids.shape}; give one sequence's ids, a vector")
     _check_integers(block_ids=block_ids)
+    return _gather(kv_pages, jnp.asarray(layer, jnp.int32), block_ids, jnp.asarray(length, jnp.int32))
+
+
+@jax.jit
+def _gather(
+    kv_pages: KVPages, layer: jax.Array, block_ids: jax.Array, length: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     k, v = read_blocks(kv_pages, layer, block_ids)  # [H, P * B, D]
     position = jnp.arange(k.shape[-2])
     known = jnp.repeat((block_ids >= 0) & (block_ids < kv_pages.num_blocks), kv_pages.block_size)

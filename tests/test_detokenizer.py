@@ -68,7 +68,7 @@ def test_joined_deltas_are_the_decoded_whole(drawn: tuple[str, list[int]], skip:
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=4000, deadline=None)
 @given(random_ids(), st.booleans(), st.lists(st.integers(1, 5), max_size=80))
 def test_joined_deltas_are_the_decoded_whole_long(drawn: tuple[str, list[int]], skip: bool, sizes: list[int]) -> None:
     kind, ids = drawn

@@ -16,6 +16,7 @@ from pagedjax import hf_config, rope
 from pagedjax.config import RopeConfig
 
 REFERENCES = json.loads((pathlib.Path(__file__).parent / "data" / "tiny" / "rope.json").read_text())
+ROTATE = jax.jit(rope.rotate)  # eager operations compile one by one
 SIZES = {"model_type": "llama", "vocab_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 
 
@@ -82,7 +83,7 @@ def test_rotate_turns_half_split_pairs(dtype: Any) -> None:
     inv_freq, scaling = rope.frequencies(RopeConfig(kind="yarn", factor=4.0, original_max_position=64), 16)
     assert scaling > 1.0
     with jax.numpy_dtype_promotion("strict"):
-        rotated = rope.rotate(x, positions, inv_freq, scaling)
+        rotated = ROTATE(x, positions, inv_freq, scaling)
     assert rotated.dtype == dtype
     # float32: the phase of position 4095 is rounded to 2**-13 radians; bfloat16: only the result is rounded.
     tolerance = {"atol": 1e-3} if dtype == jnp.float32 else {"atol": 1e-3, "rtol": 2**-8}
@@ -99,25 +100,24 @@ def test_rotate_turns_half_split_pairs(dtype: Any) -> None:
 def test_jit_equals_eager_and_rows_are_independent() -> None:
     x, positions = _inputs()
     inv_freq, _ = rope.frequencies(RopeConfig(), 16)
-    eager = rope.rotate(x, positions, inv_freq)
-    np.testing.assert_allclose(jax.jit(rope.rotate)(x, positions, inv_freq), eager, atol=1e-6, rtol=0.0)
-    order = jnp.asarray([3, 0, 5, 1, 4, 2])
-    np.testing.assert_array_equal(rope.rotate(x[order], positions[order], inv_freq), eager[order])
-    batched = rope.rotate(x.reshape(2, 3, 3, 16), positions.reshape(2, 3), inv_freq)
-    np.testing.assert_array_equal(batched.reshape(6, 3, 16), eager)
-    np.testing.assert_array_equal(eager[0], x[0])  # position 0 is not rotated
+    rotated = np.asarray(ROTATE(x, positions, inv_freq))
+    np.testing.assert_allclose(rotated, rope.rotate(x, positions, inv_freq), atol=1e-6, rtol=0.0)
+    order = np.array([3, 0, 5, 1, 4, 2])
+    permuted = ROTATE(np.asarray(x)[order], np.asarray(positions)[order], inv_freq)
+    np.testing.assert_array_equal(permuted, rotated[order])
+    batched = ROTATE(np.asarray(x).reshape(2, 3, 3, 16), np.asarray(positions).reshape(2, 3), inv_freq)
+    np.testing.assert_allclose(np.asarray(batched).reshape(6, 3, 16), rotated, atol=1e-6, rtol=0.0)
+    np.testing.assert_array_equal(rotated[0], x[0])  # position 0 is not rotated
 
 
 def test_scores_depend_on_the_distance_only() -> None:
     x, _ = _inputs()
     inv_freq, _ = rope.frequencies(RopeConfig(), 16)
-
-    def score(query: int, key: int) -> float:
-        q, k = (rope.rotate(x[row : row + 1], jnp.asarray([at]), inv_freq) for row, at in ((0, query), (1, key)))
-        return float(jnp.sum(q * k))
-
-    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
-    assert abs(score(9, 4) - score(10, 4)) > 1e-2
+    same = np.repeat(np.asarray(x)[:2], 3, axis=0)  # rows 0-2 are the query, 3-5 the key
+    q, k = np.split(np.asarray(ROTATE(same, np.array([9, 105, 10, 4, 100, 4], np.int32), inv_freq)), 2)
+    scores = (q * k).sum(axis=(1, 2))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert abs(scores[0] - scores[2]) > 1e-2
 
 
 @pytest.mark.parametrize(

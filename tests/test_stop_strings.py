@@ -9,7 +9,7 @@ import small_tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pagedjax.text import OutputText, StopStrings, Tokenizer, check_stop_strings
+from pagedjax.text import OutputText, StopStrings, Tokenizer, as_tokenizer, check_stop_strings
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level())
 
@@ -163,6 +163,24 @@ class TestOutputText:
         assert (output.text, output.num_tokens) == ("", 3)
         with pytest.raises(ValueError, match="needs a tokenizer"):
             OutputText(None, stop="x")
+
+    def test_tokens_that_the_tokenizer_refuses_are_not_taken(self) -> None:
+        class Refusing:
+            def encode(self, text: str) -> list[int]:
+                return list(text.encode())
+
+            def decode(self, token_ids: Sequence[int]) -> str:
+                if 0 in token_ids:
+                    raise RuntimeError("no such token")
+                return bytes(token_ids).decode(errors="replace")
+
+        for stop in ("", "x"):
+            output = OutputText(as_tokenizer(Refusing()), stop=stop or ())
+            output.push(b"ab")
+            with pytest.raises(RuntimeError, match="no such token"):
+                output.push([0])
+            output.push(b"c")
+            assert (output.text, output.num_tokens) == ("abc", 3)
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.integers(0, 266), max_size=40), st.lists(st.integers(1, 9), max_size=40), st.booleans())

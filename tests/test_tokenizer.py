@@ -283,6 +283,9 @@ class TestUsersTokenizers:
             def __len__(self) -> int:
                 return 266
 
+            def get_vocab(self) -> dict[str, int]:
+                return {"a": 0, "<with ids left out before it>": 300}
+
             def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> np.ndarray:
                 return np.array([263] * add_special_tokens + list(text.encode()))
 
@@ -300,8 +303,8 @@ class TestUsersTokenizers:
 
         tokenizer = as_tokenizer(Fast())
         assert tokenizer is not None
-        assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == ((265,), 263, 266)
-        assert tokenizer.special_ids == {263, 264}
+        assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == ((265,), 263, 301)
+        assert tokenizer.special_ids == {0, 1, 2, 263, 264}  # named by it, and those of its backend
         assert tokenizer.byte_ids == set(range(3, 259))
         assert tokenizer.encode("hi") == [263, 104, 105]
         assert tokenizer.encode("hi", add_special_tokens=False) == [104, 105]
@@ -314,7 +317,7 @@ class TestUsersTokenizers:
 
     def test_special_ids_are_taken_out_for_one_that_cannot_skip(self) -> None:
         class Words:
-            special_ids, eos_ids = [0], [0, 9]
+            special_ids, eos_ids, vocab_size = [0], [0, 9], 10
 
             def encode(self, text: str) -> list[int]:
                 return []
@@ -327,7 +330,7 @@ class TestUsersTokenizers:
 
         tokenizer = as_tokenizer(Words())
         assert tokenizer is not None
-        assert tokenizer.eos_ids == (0, 9)
+        assert (tokenizer.eos_ids, tokenizer.vocab_size) == ((0, 9), 10)
         assert tokenizer.decode([1, 0, 2]) == "1 2"
         assert tokenizer.decode([1, 0, 2], skip_special_tokens=False) == "1 0 2"
         assert tokenizer.apply_chat_template([]) == []

@@ -46,8 +46,10 @@ class AdaptedTokenizer:
         self._decode_options = _accepted(tokenizer.decode, ("skip_special_tokens", "clean_up_tokenization_spaces"))
         self.eos_ids = as_id_tuple(self._first("eos_ids", "eos_token_id"), "the tokenizer's eos_ids or eos_token_id")
         self.bos_id: int | None = self._first("bos_id", "bos_token_id")
+        wrapped = _of_backend(tokenizer)
         self.special_ids = frozenset(self._first("special_ids", "all_special_ids") or ())
-        self.byte_ids = frozenset(self._first("byte_ids") or self._find_byte_ids())
+        self.special_ids |= wrapped.special_ids if wrapped else frozenset()
+        self.byte_ids = frozenset(self._first("byte_ids") or (wrapped.byte_ids if wrapped else ()))
         self.vocab_size = self._find_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -83,13 +85,19 @@ class AdaptedTokenizer:
         return next((value for value in values if value is not None), None)
 
     def _find_vocab_size(self) -> int | None:
-        # len() counts added tokens; a transformers tokenizer's vocab_size does not.
+        # The highest id, where it can be had: a count is less if ids are left out, and a transformers tokenizer's
+        # vocab_size does not count added tokens.
+        get_vocab = getattr(self.tokenizer, "get_vocab", None)
+        if callable(get_vocab):
+            return max(get_vocab().values(), default=-1) + 1
         size = len(self.tokenizer) if isinstance(self.tokenizer, Sized) else self._first("vocab_size")
         return None if size is None else int(size)
 
-    def _find_byte_ids(self) -> frozenset[int]:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)  # a transformers tokenizer's
-        return Tokenizer(backend).byte_ids if isinstance(backend, tokenizers.Tokenizer) else frozenset()
+
+def _of_backend(tokenizer: TokenizerLike) -> Tokenizer | None:
+    """What a transformers tokenizer wraps, which knows more about its tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return Tokenizer(backend) if isinstance(backend, tokenizers.Tokenizer) else None
 
 
 def _accepted(function: Callable[..., Any], names: Sequence[str]) -> tuple[str, ...]:

@@ -45,17 +45,21 @@ class IncrementalDetokenizer:
         self._next_shrink = _SHORT_WINDOWS[0] + _GROWTH  # window length at which to try
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Takes the next token ids; returns the text that is final because of them, often "" or several characters."""
-        self._window += [token_id for token_id in token_ids if token_id not in self._skipped_ids]
-        num_final = len(self._window)
-        while num_final > self._num_decoded and self._is_open(self._window[num_final - 1]):
+        """Takes the next token ids; returns the text that is final because of them, often "" or several characters.
+
+        If the tokenizer raises, the ids are not taken.
+        """
+        window = self._window + [token_id for token_id in token_ids if token_id not in self._skipped_ids]
+        num_final = len(window)
+        while num_final > self._num_decoded and self._is_open(window[num_final - 1]):
             num_final -= 1
         if num_final == self._num_decoded:
+            self._window = window
             return ""
-        text = self._decode(self._window[:num_final])
-        self._num_decoded = num_final
+        text = self._decode(window[:num_final])
+        self._window, self._num_decoded = window, num_final
         delta = self._give(text, len(text) - _num_unfinished(text))
-        if num_final == len(self._window) and num_final >= self._next_shrink:
+        if num_final == len(window) and num_final >= self._next_shrink:
             self._shrink(text)
         return delta
 

@@ -42,7 +42,7 @@ def read(folder: Path) -> TokenizerParts:
             special_tokens.get("bos_token") if explicit["add_bos_token"] else None,
             special_tokens.get("eos_token") if explicit["add_eos_token"] else None,
         )
-    return TokenizerParts(backend, special_tokens, _eos_ids(folder), _chat_templates(folder, config))
+    return TokenizerParts(backend, special_tokens, end_ids(folder), _chat_templates(folder, config))
 
 
 def write(folder: Path, parts: TokenizerParts) -> None:
@@ -141,7 +141,7 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
             backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
 
 
-def _eos_ids(folder: Path) -> tuple[int, ...]:
+def end_ids(folder: Path) -> tuple[int, ...]:
     model_config = _read_json(folder / _MODEL_CONFIG)
     values = {
         _MODEL_CONFIG: model_config.get("eos_token_id", (model_config.get("text_config") or {}).get("eos_token_id")),

@@ -62,16 +62,19 @@ class OutputText:
         return self._stops.stopped_by
 
     def push(self, token_ids: Iterable[int]) -> TextDelta:
-        """Takes the next token ids; what follows a stop string is ignored, and `num_tokens` does not count it."""
+        """Takes the next token ids; what follows a stop string is ignored, and `num_tokens` does not count it.
+
+        If the tokenizer raises, `num_tokens` says how many were taken before.
+        """
         start = len(self._pieces)
         # One token at a time where a stop string has to be put down to a token, else all at once.
         groups = ((token_id,) for token_id in token_ids) if self._stops.stops else (tuple(token_ids),)
         for group in groups:
             if self.stopped_by is not None:
                 break
+            text = "" if self._detokenizer is None else self._detokenizer.push(group)
             self.num_tokens += len(group)
-            if self._detokenizer is not None:
-                self._take(self._detokenizer.push(group))
+            self._take(text)
         return TextDelta("".join(self._pieces[start:]), self.stopped_by)
 
     def finish(self) -> str:

@@ -69,7 +69,8 @@ class Tokenizer:
         """Builds the tokenizer that a GGUF file describes.
 
         Args:
-            source: the file's path, or a reader that has it open (reading a large vocabulary takes seconds).
+            source: the file's path, or a reader that has it open, which saves seconds with a large vocabulary:
+                `pagedjax.loaders.gguf_file.GGUFFile(path).reader` is a quick one.
 
         Raises:
             ValueError: the kind of tokenizer is not one that can be reproduced exactly; the message names it.

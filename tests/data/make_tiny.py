@@ -101,6 +101,13 @@ ROPES: dict[str, dict[str, Any]] = {
         **_BIG,
         "rope_scaling": {**_YARN, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0},
     },
+    "yarn from the first pair": {**_BIG, "rope_scaling": {**_YARN, "original_max_position_embeddings": 128}},
+    "yarn past the last pair": {
+        **_BIG,
+        "max_position_embeddings": 524288,
+        "rope_theta": 1000.0,
+        "rope_scaling": {**_YARN, "original_max_position_embeddings": 131072},
+    },
     "yarn narrow": {**_BIG, "rope_scaling": {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}},
 }
 

@@ -1,0 +1,92 @@
+"""The whole engine on a real model, against transformers' greedy tokens and logprobs in float32.
+
+The reference continues past end tokens; a token must be the reference's wherever the margin between the two most likely
+ones is above 1e-3, and where it is not the comparison of that prompt ends at a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from pagedjax import LLM, RequestOutput, SamplingParams
+
+REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["prompts"]
+MARGIN = 1e-3
+LOGPROB_TOLERANCE = 2e-3
+PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=5, prompt_logprobs=0)
+
+
+def assert_matches(output: RequestOutput, reference: dict[str, Any]) -> None:
+    completion = output.outputs[0]
+    assert len(completion.token_ids) == 64
+    assert completion.logprobs is not None
+    assert output.prompt_logprobs is not None
+    for step, want in enumerate(reference["output_token_ids"]):
+        if completion.token_ids[step] != want:
+            assert reference["margins"][step] <= MARGIN, f"{reference['name']} differs at step {step}"
+            break
+        top = completion.logprobs[step]
+        for token, logprob in reference["top5_logprobs"][step]:
+            if token in top:
+                assert top[token] == pytest.approx(logprob, abs=LOGPROB_TOLERANCE)
+        assert sum(token in top for token, _ in reference["top5_logprobs"][step]) >= 4  # the fifth may be a near tie
+    assert output.prompt_logprobs[0] is None
+    given = [entry[token] for entry, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
+    assert given == pytest.approx(reference["prompt_logprobs"], abs=LOGPROB_TOLERANCE)
+
+
+def test_all_at_once(smollm2: LLM) -> None:
+    outputs = smollm2.generate([r["prompt_token_ids"] for r in REFERENCE], PARAMS, use_tqdm=False)
+    for output, reference in zip(outputs, REFERENCE, strict=True):
+        assert_matches(output, reference)
+    smollm2.audit()
+
+
+def test_text_in_text_out(smollm2: LLM) -> None:
+    reference = REFERENCE[0]
+    output = smollm2.chat(reference["messages"], SamplingParams(temperature=0.0, max_tokens=64))[0]
+    assert output.prompt_token_ids == reference["prompt_token_ids"]
+    assert output.outputs[0].text == reference["output_text_until_eos"]
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_stream_is_the_whole_text(smollm2: LLM) -> None:
+    reference = REFERENCE[3]
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, skip_special_tokens=False)
+    deltas = list(smollm2.stream(reference["prompt_text"], params))
+    assert len(deltas) > 4
+    assert "".join(deltas) == smollm2.tokenizer.decode(reference["output_token_ids"], skip_special_tokens=False)
+
+
+def test_chunks_of_sixteen_and_a_pool_that_preempts(smollm2_path: pathlib.Path) -> None:
+    """The pool holds the longest request and little beside it; one fixed shape, so one program serves every step."""
+    llm = LLM.load(
+        smollm2_path, max_num_seqs=4, max_num_batched_tokens=16, num_blocks=46, max_model_len=704, batch_invariant=True
+    )
+    outputs = llm.generate([r["prompt_token_ids"] for r in REFERENCE], PARAMS, use_tqdm=False)
+    for output, reference in zip(outputs, REFERENCE, strict=True):
+        assert_matches(output, reference)
+    assert llm.stats().num_preemptions > 0
+    assert llm.stats().num_compiled_programs == 2
+    llm.audit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("attention", ["xla", "reference"])
+def test_one_by_one(smollm2_path: pathlib.Path, block_size: int, attention: str) -> None:
+    llm = LLM.load(
+        smollm2_path,
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        block_size=block_size,
+        max_model_len=704,
+        attention=attention,
+        batch_invariant=True,
+    )
+    for reference in REFERENCE:
+        assert_matches(llm.generate(reference["prompt_token_ids"], PARAMS, use_tqdm=False)[0], reference)
