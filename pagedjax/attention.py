@@ -39,7 +39,7 @@ def dense(positions: jax.Array, window: jax.Array | None) -> Attend:
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None) -> tuple[jax.Array, None]:
-        batch, length, num_q_heads, head_dim = q.shape
+        batch, length, _, head_dim = q.shape
         grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)
         scores = jnp.einsum(
             "bthgd,bshd->bhgts",
@@ -79,8 +79,9 @@ def paged(batch: Batch, layer: jax.Array, window: jax.Array | None, implementati
             layer=layer,
             sliding_window=window,
             max_query_len=batch.max_query_len,
-            implementation=implementation,
+            implementation=implementation,  # type: ignore[arg-type]  # EngineConfig has checked it
         )
+        assert isinstance(out, jax.Array)  # without an LSE
         return out, kv_pages
 
     return attend

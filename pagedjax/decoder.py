@@ -30,9 +30,7 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 
 def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(
-        features_in, features_out, use_bias=bias, param_dtype=dtype, precision=_PRECISION, rngs=rngs
-    )
+    return nnx.Linear(features_in, features_out, use_bias=bias, param_dtype=dtype, precision=_PRECISION, rngs=rngs)
 
 
 def _norm(features: int, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -202,4 +200,3 @@ class Decoder(nnx.Module):
         if windows is None or all(window is None for window in windows):
             return None
         return np.array([attention.FULL_ATTENTION if w is None else w for w in windows], np.int32)
-

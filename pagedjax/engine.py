@@ -114,8 +114,9 @@ class Engine:
             else:
                 self.runner.change_rows(plan)
                 touched = []
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._ended = outputs + self._ended
+            self._recover(error)
             raise
         self.num_steps += 1
         self._failures = 0
@@ -245,16 +246,20 @@ class Engine:
         if self.scheduler.has_releases:
             self.runner.change_rows(self.scheduler.schedule())
 
-    def _recover(self) -> None:
+    def _recover(self, error: BaseException) -> None:
         """After a failed step: fresh device state, and every running request starts over from its tokens.
 
-        A second failure in a row would come again, so the requests that were running end with "error".
+        A second failure in a row would come again, so the requests that were running end with "error". An interrupt is
+        no failure. Requests whose last token was taken before the step failed still come out.
         """
-        self._failures += 1
+        self._failures += isinstance(error, Exception)
+        for sequence in [s for s in self.scheduler.running if s.finished]:
+            self.scheduler.finish(sequence)
         if self._failures > 1:
             for request in dict.fromkeys(sequence.request for sequence in self.scheduler.running):
                 self._end(request, "error")
             self._failures = 0
+        self._ended += [self._close(request) for request in list(self.requests.values()) if request.finished]
         self.scheduler.reset()
         self.runner.reset()
 

@@ -22,8 +22,10 @@ from pagedjax import capacity
 from pagedjax.config import ModelConfig
 from pagedjax.decoder import Decoder
 from pagedjax.engine import Engine
-from pagedjax.engine_config import DEFAULT_CPU_KV_BYTES, EngineConfig
+from pagedjax.engine_config import EngineConfig
+from pagedjax.memory import num_pool_blocks
 from pagedjax.outputs import RequestOutput
+from pagedjax.params import param_dtype, place_params
 from pagedjax.prompts import Prompt, at_index, match_params, parse_prompt, parse_prompts
 from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams
@@ -40,12 +42,12 @@ class LLM:
     """A model, its KV pool and the engine around them.
 
     Args:
-        model: a `Decoder`, with parameters or from `Decoder.abstract`. Any nnx.Module with the same `config`, `paged` and
-            `logits` will do.
+        model: a `Decoder`, with parameters or from `Decoder.abstract`. Any nnx.Module with the same `config`, `paged`
+            and `logits` will do.
         params: the parameters: an `nnx.State` as `nnx.state(model)` gives, or a nested dict of arrays with the same
             names. Device arrays are used as they are, never copied. None: those of `model`.
-        tokenizer: `pagedjax.text.Tokenizer`, a transformers tokenizer, or anything with `encode` and `decode`; None works
-            with token ids only.
+        tokenizer: `pagedjax.text.Tokenizer`, a transformers tokenizer, or anything with `encode` and `decode`; None
+            works with token ids only.
         end_ids: tokens that end a generation, beside the tokenizer's.
         **options: see `pagedjax.engine_config.EngineConfig`.
 
@@ -66,17 +68,23 @@ class LLM:
         self.config, self.model_config = config, model.config
         self.tokenizer = as_tokenizer(tokenizer)
         graphdef, abstract = nnx.split(model)
-        params = _place(abstract if params is None else params, abstract)
-        dtype = _param_dtype(params)
+        params = place_params(abstract if params is None else params, abstract)
+        dtype = param_dtype(params)
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
         self._block_bytes = config.block_size * capacity.bytes_per_token(
             model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, kv_dtype.itemsize
         )
         self._params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        num_blocks = _num_blocks(config, self._block_bytes)
+        num_blocks = num_pool_blocks(config, self._block_bytes)
         vocab_size = _num_vocab_tokens(model.config, self.tokenizer)
         self._runner = Runner(
-            graphdef, params, config, model.config, num_blocks=num_blocks, kv_dtype=kv_dtype, num_vocab_tokens=vocab_size
+            graphdef,
+            params,
+            config,
+            model.config,
+            num_blocks=num_blocks,
+            kv_dtype=kv_dtype,
+            num_vocab_tokens=vocab_size,
         )
         scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -96,18 +104,17 @@ class LLM:
             end_ids={*end_ids, *eos_ids},
             seed=config.seed,
         )
-        self._unclaimed: list[RequestOutput] = []
+        self._unclaimed: list[RequestOutput] = []  # for the next `step`
+        self._claimed: dict[str, RequestOutput | None] = {}  # of `generate` and `stream`: the latest not yet taken
         self._ids = itertools.count()
 
     @classmethod
-    def load(
-        cls, source: str | os.PathLike[str], dtype: Any = None, *, tokenizer: Any = None, **options: Any
-    ) -> LLM:
+    def load(cls, source: str | os.PathLike[str], dtype: Any = None, *, tokenizer: Any = None, **options: Any) -> LLM:
         """Loads a model with its tokenizer.
 
         Args:
-            source: "smollm2-135m-instruct" (fetched on first use), a Hugging Face folder with safetensors, a .gguf file, or
-                a checkpoint saved by `pagedjax.loaders.orbax`.
+            source: "smollm2-135m-instruct" (fetched on first use), a Hugging Face folder with safetensors, a .gguf
+                file, or a checkpoint saved by `pagedjax.loaders.orbax`.
             dtype: of the parameters; None keeps the stored one (float32 for a quantised GGUF file).
             tokenizer: instead of the one beside the weights. Without either, prompts are token ids.
             **options: see `pagedjax.engine_config.EngineConfig`.
@@ -196,7 +203,9 @@ class LLM:
         text, ids = parse_prompt(prompt, self.tokenizer)
         request_id = self._new_id("stream")
         self._engine.add(request_id, text, ids, params)
-        return self._stream(request_id)
+        deltas = self._stream(request_id)
+        next(deltas)  # a generator that has begun is also cleaned up if nobody ever asks it for text
+        return deltas
 
     # One step at a time
 
@@ -222,8 +231,9 @@ class LLM:
         Returns:
             The requests that got tokens or ended, as they stand; finished ones come once more and then never again.
         """
+        self._step()
         outputs, self._unclaimed = self._unclaimed, []
-        return outputs + self._engine.step()
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Ends a request now; its output so far comes out of the next `step` with finish_reason "abort".
@@ -257,7 +267,7 @@ class LLM:
             raise ValueError(
                 f"{num_unfinished} requests are unfinished; finish or abort them, or pass running='recompute' or 'keep'"
             )
-        self._runner.params = _place(params, self._runner.params)
+        self._runner.params = place_params(params, self._runner.params)
         if running == "recompute":
             self._engine.scheduler.preempt_all()
 
@@ -293,14 +303,16 @@ class LLM:
         params = match_params(sampling_params, len(prompts))
         ids = [self._new_id("generate") for _ in prompts]
         done: dict[str, RequestOutput] = {}
+        self._claimed |= dict.fromkeys(ids)
         try:
             for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
                 at_index(index, self._engine.add, request_id, prompt.text, prompt.token_ids, params[index])
             with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
                     for output in self._own_outputs(ids):
-                        done[output.request_id] = output
-                        bar.update()
+                        if output.finished:
+                            done[output.request_id] = output
+                            bar.update()
                     bar.set_postfix(self._progress(), refresh=False)
         finally:
             self._drop(ids)
@@ -309,9 +321,11 @@ class LLM:
     def _stream(self, request_id: str) -> Iterator[str]:
         shown = 0
         finished = False
+        self._claimed[request_id] = None
         try:
+            yield ""
             while not finished:
-                for output in self._own_outputs([request_id], finished_only=False):
+                for output in self._own_outputs([request_id]):
                     text, finished = output.outputs[0].text, output.finished
                     if len(text) > shown:
                         yield text[shown:]
@@ -319,20 +333,29 @@ class LLM:
         finally:
             self._drop([request_id])
 
-    def _own_outputs(self, ids: Sequence[str], finished_only: bool = True) -> list[RequestOutput]:
-        """One step; outputs of other people's requests are kept for their own `step`."""
-        mine = set(ids)
-        own = []
-        for output in self._engine.step():
-            if output.request_id not in mine:
+    def _step(self) -> None:
+        """One step. Its outputs wait for whoever the requests belong to; a newer one replaces an unfinished older."""
+        outputs = self._engine.step()
+        newer = {output.request_id for output in outputs}
+        self._unclaimed = [old for old in self._unclaimed if old.finished or old.request_id not in newer]
+        for output in outputs:
+            if output.request_id in self._claimed:
+                self._claimed[output.request_id] = output
+            else:
                 self._unclaimed.append(output)
-            elif output.finished or not finished_only:
-                own.append(output)
+
+    def _own_outputs(self, ids: Sequence[str]) -> list[RequestOutput]:
+        """The latest outputs of these requests; takes a step if there are none."""
+        if not any(self._claimed[request_id] for request_id in ids):
+            self._step()
+        own = [output for request_id in ids if (output := self._claimed[request_id])]
+        self._claimed |= dict.fromkeys(ids)
         return own
 
     def _drop(self, ids: Sequence[str]) -> None:
         """Takes back what an interrupted call has left behind."""
         for request_id in ids:
+            self._claimed.pop(request_id, None)
             self._engine.discard(request_id)
 
     def _progress(self) -> dict[str, str]:
@@ -340,7 +363,7 @@ class LLM:
         return {"running": str(stats.num_running), "kv": f"{stats.kv_usage:.0%}"}
 
     def _new_id(self, prefix: str) -> str:
-        return f"{prefix}-{next(self._ids)}"
+        return next(name for i in self._ids if (name := f"{prefix}-{i}") not in self._engine.requests)
 
 
 def _read_text(path: pathlib.Path) -> tuple[Tokenizer | None, Sequence[int]]:
@@ -370,40 +393,6 @@ def _engine_config(options: Mapping[str, Any], model: ModelConfig) -> EngineConf
     return config
 
 
-def _place(params: Any, like: Any) -> Any:
-    """Parameters as a state like `like`, on the device; arrays that are there already stay where they are."""
-    if not isinstance(params, nnx.State):
-        params = nnx.State(params)
-    flat, expected = dict(nnx.to_flat_state(params)), dict(nnx.to_flat_state(like))
-    if flat.keys() != expected.keys():
-        missing = sorted(".".join(map(str, key)) for key in expected.keys() - flat.keys())
-        extra = sorted(".".join(map(str, key)) for key in flat.keys() - expected.keys())
-        raise ValueError(f"the parameters do not match the model: missing {missing}, unexpected {extra}")
-    placed = {}
-    for key, variable in expected.items():
-        value, name = _value(flat[key]), ".".join(map(str, key))
-        if isinstance(value, jax.ShapeDtypeStruct):
-            raise ValueError(f"parameter {name} is a shape without values; pass params= with arrays")
-        if isinstance(value, jax.Array) and value.is_deleted():
-            raise ValueError(f"parameter {name} was donated or deleted; pass live arrays")
-        want = _value(variable)
-        if value.shape != want.shape or value.dtype != want.dtype:
-            raise ValueError(
-                f"parameter {name} is {value.dtype}{list(value.shape)}; the engine has {want.dtype}{list(want.shape)}"
-            )
-        placed[key] = variable.replace(value if isinstance(value, jax.Array) else jnp.asarray(value))
-    return nnx.from_flat_state(placed)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _param_dtype(params: Any) -> jnp.dtype:
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
-    return jnp.result_type(*dtypes)
-
-
 def _num_vocab_tokens(model: ModelConfig, tokenizer: Any) -> int:
     """How many ids can be drawn: padding rows of the embedding are no tokens."""
     if model.num_tokens is not None:
@@ -411,24 +400,3 @@ def _num_vocab_tokens(model: ModelConfig, tokenizer: Any) -> int:
     if tokenizer is None or not tokenizer.vocab_size:
         return model.vocab_size
     return min(model.vocab_size, tokenizer.vocab_size)
-
-
-def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
-    if config.num_blocks is not None:
-        return config.num_blocks
-    most = config.max_num_seqs * config.max_blocks_per_seq + 1  # more could never be used
-    memory = config.kv_cache_memory_bytes or _free_memory(config.memory_utilization)
-    num_blocks = min(capacity.num_blocks_in(memory, block_bytes), most)
-    if num_blocks < 2:
-        raise ValueError(
-            f"{memory} bytes hold {num_blocks} KV blocks of {block_bytes} bytes, and 2 are the least (block 0 is the null "
-            "block); raise kv_cache_memory_bytes or memory_utilization"
-        )
-    return num_blocks
-
-
-def _free_memory(utilization: float) -> int:
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return DEFAULT_CPU_KV_BYTES
-    return max(0, int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"])

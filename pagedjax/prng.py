@@ -71,9 +71,6 @@ def draw_keys(seeds: jax.Array, sample_indices: jax.Array, positions: jax.Array)
 def gumbel(keys: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Standard Gumbel noise for given token ids.
 
-    -log(E) with E = -log(1 - u) exponential. A draw is decided by the noise's upper tail, that is by small u, where
-    float32 is fine-grained: all 32 bits count there, and the noise reaches 22.8.
-
     Args:
         keys: u32[S, 2].
         token_ids: i32[S, N] or i32[N].
@@ -83,5 +80,20 @@ def gumbel(keys: jax.Array, token_ids: jax.Array) -> jax.Array:
     """
     ids = jnp.broadcast_to(token_ids.astype(jnp.uint32), (keys.shape[0], token_ids.shape[-1]))
     x, y = threefry2x32((keys[:, :1], keys[:, 1:]), (jnp.zeros_like(ids), ids))
-    uniform = ((x ^ y).astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-32)
+    return gumbel_of(x ^ y)
+
+
+def gumbel_of(bits: jax.Array) -> jax.Array:
+    """Uniform bits as standard Gumbel variables: -log(E), where E = -log(1 - u) is exponential.
+
+    A draw is decided by the noise's upper tail, that is by small u, where float32 is fine-grained: all 32 bits count
+    there, and the noise reaches 22.9.
+
+    Args:
+        bits: u32, any shape.
+
+    Returns:
+        f32, same shape, finite.
+    """
+    uniform = (bits.astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-32)
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, jnp.float32(_BELOW_ONE))))

@@ -58,12 +58,12 @@ def parse_prompts(prompts: Any, tokenizer: TextTokenizer | None) -> list[Prompt]
     return [at_index(index, parse_prompt, prompt, tokenizer) for index, prompt in enumerate(prompts)]
 
 
-def match_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+def match_params(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     """One SamplingParams for each prompt, from one for all or one each; None is the default."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not _is_sequence(params):
+        raise ValueError(f"sampling_params is a {type(params).__name__}; give SamplingParams, or one for each prompt")
     params = list(params)
     if len(params) != num_prompts:
         raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts; give one for all, or one each")
@@ -82,9 +82,18 @@ def at_index(index: int, function: Any, *args: Any) -> Any:
 
 
 def _is_sequence(value: Any) -> bool:
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, dict | bytes)
+    return _has_length(value) and hasattr(value, "__getitem__") and not isinstance(value, dict | bytes)
 
 
 def _is_prompt(value: Any) -> bool:
     """Whether an element of a list is a prompt of its own, rather than a token id."""
-    return isinstance(value, str | dict | bytes) or hasattr(value, "__len__")
+    return isinstance(value, str | dict | bytes) or _has_length(value)
+
+
+def _has_length(value: Any) -> bool:
+    """Whether it is made of elements; an array scalar has `__len__` but no length."""
+    try:
+        len(value)
+    except TypeError:
+        return False
+    return True

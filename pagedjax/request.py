@@ -7,6 +7,7 @@ decode: `num_computed` tokens have K/V in the pool and catch up with `num_tokens
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from pagedjax.outputs import (
     CompletionOutput,
@@ -18,6 +19,8 @@ from pagedjax.outputs import (
 )
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.text import OutputText
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,16 +68,28 @@ class Sequence:
         return self.request.prompt_ids + self.output_ids
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends the sequence; text that was held back comes out, and may still complete a stop string."""
-        self.text.finish()
+        """Ends the sequence; text that was held back comes out, and may still complete a stop string.
+
+        Never raises: a sequence can always be ended, and where a user's tokenizer fails it ends with "error".
+        """
+        try:
+            self.text.finish()
+        except Exception:
+            logger.exception("request %r: the tokenizer failed at the end of the text", self.request.request_id)
+            reason, stop_reason = "error", None
         if self.text.stopped_by is not None:
             reason, stop_reason = "stop", self.text.stopped_by
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def push(self, token_id: int, *, stopped: bool, at_length: bool) -> None:
         """Takes a sampled token, and the device's word on whether it ends the sequence."""
-        stop_string = self.text.push([token_id]).stopped_by  # a user's tokenizer may raise: then the token is not taken
         self.output_ids.append(token_id)
+        try:
+            stop_string = self.text.push([token_id]).stopped_by
+        except Exception:  # a user's tokenizer: only the request that has it suffers
+            logger.exception("request %r: the tokenizer failed at token %d", self.request.request_id, token_id)
+            self.finish("error")
+            return
         if stop_string is not None:
             self.finish("stop", stop_string)
         elif stopped:

@@ -1,7 +1,7 @@
 """What the device knows of the sequence in each batch row, so that a step needs no tokens from the host.
 
-The history holds prompt and generated tokens; a step reads its inputs there and writes what it samples, so the next step
-can be dispatched before the host has seen the last one's tokens.
+The history holds prompt and generated tokens; a step reads its inputs there and writes what it samples, so the next
+step can be dispatched before the host has seen the last one's tokens.
 
 Dimensions: R rows, M tokens of history (max_model_len), A rows admitted by one call.
 """

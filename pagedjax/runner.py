@@ -128,7 +128,7 @@ class Runner:
         for start in range(0, max(len(plan.admits), 1), ADMITS):
             admits = plan.admits[start : start + ADMITS]
             rows = np.full(ADMITS, num_rows, np.int32)
-            rows[: len(admits)] = [sequence.row for sequence in admits]
+            rows[: len(admits)] = [sequence.row for sequence in admits if sequence.row is not None]
             lines = [self._line(sequence) for sequence in admits]
             lines += [self._blank] * (ADMITS - len(lines))
             calls.append(Changes(release, rows, jax.tree.map(lambda *leaves: np.stack(leaves), *lines)))
@@ -142,17 +142,18 @@ class Runner:
         tokens[: sequence.num_tokens] = sequence.token_ids
         known = len(request.prompt_logprobs or ())
         wants_prompt = request.params.prompt_logprobs is not None and sequence.index == 0
-        return RowState(  # type: ignore[arg-type]
-            tokens=tokens,
-            num_tokens=np.int32(sequence.num_tokens),
-            prompt_len=np.int32(len(request.prompt_ids)),
-            end_len=np.int32(sequence.end_len),
-            prompt_logprobs_from=np.int32(known if wants_prompt else len(request.prompt_ids)),
-            active=np.bool_(True),
-            sampling=row_values(
+        line: dict[str, Any] = {
+            "tokens": tokens,
+            "num_tokens": np.int32(sequence.num_tokens),
+            "prompt_len": np.int32(len(request.prompt_ids)),
+            "end_len": np.int32(sequence.end_len),
+            "prompt_logprobs_from": np.int32(known if wants_prompt else len(request.prompt_ids)),
+            "active": np.bool_(True),
+            "sampling": row_values(
                 request.params, seed=sequence.seed, sample_index=sequence.index, stop_ids=sorted(sequence.stop_ids)
             ),
-        )
+        }
+        return RowState(**line)
 
     @property
     def _blank(self) -> RowState:

@@ -1,7 +1,7 @@
 """Decides, step by step, which sequences get how many tokens: continuous batching with chunked prefill.
 
-There is no prefill or decode phase: every sequence's `num_computed` catches up with its `num_tokens`, within a budget of
-tokens a step and a pool of blocks. The scheduler decides how many, never which block ids.
+There is no prefill or decode phase: every sequence's `num_computed` catches up with its `num_tokens`, within a budget
+of tokens a step and a pool of blocks. The scheduler decides how many, never which block ids.
 
 Invariants:
 - Sequences are admitted in arrival order, and a preempted one goes back to the front: `waiting` and `running` are both
@@ -92,8 +92,8 @@ class Scheduler:
         needed = self._blocks(end_len - 1)
         if needed > self.num_usable_blocks:
             raise ValueError(
-                f"{num_prompt_tokens} prompt tokens + {end_len - num_prompt_tokens} to generate need {needed} blocks of "
-                f"{self.block_size} tokens, and the pool has {self.num_usable_blocks} usable ones "
+                f"{num_prompt_tokens} prompt tokens + {end_len - num_prompt_tokens} to generate need {needed} "
+                f"blocks of {self.block_size} tokens, and the pool has {self.num_usable_blocks} usable ones "
                 f"({self.num_usable_blocks * self.block_size} tokens); raise num_blocks or kv_cache_memory_bytes, "
                 "or lower max_tokens"
             )

@@ -195,7 +195,8 @@ def _copy(kv_pages: KVPages, src: jax.Array, dst: jax.Array, count: jax.Array) -
         block = jax.lax.dynamic_slice_in_dim(pool, jnp.where(in_pool, src[i], 0), 1, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(pool, block, jnp.where(in_pool, dst[i], 0), axis=1)
 
-    return dataclasses.replace(kv_pages, pool=jax.lax.fori_loop(0, jnp.minimum(count, src.shape[0]), copy_one, kv_pages.pool))
+    pool = jax.lax.fori_loop(0, jnp.minimum(count, src.shape[0]), copy_one, kv_pages.pool)
+    return dataclasses.replace(kv_pages, pool=pool)
 
 
 def gather_kv(

@@ -18,7 +18,7 @@ import numpy_sampler
 from flax import nnx
 
 import pallas_kernels
-from pagedjax import LLM, CompletionOutput, ModelConfig, SamplingParams
+from pagedjax import CompletionOutput, ModelConfig, SamplingParams
 from pagedjax.batch import Batch
 from pallas_kernels import KVPages
 
@@ -71,13 +71,6 @@ class MockDecoder(nnx.Module):
         ids = jnp.arange(PADDED, dtype=jnp.uint32)
         values = (mix(hashes[..., None], ids) >> 22).astype(jnp.float32) / 128 - 4
         return jnp.where(ids < VOCAB, values, 100.0)
-
-
-@functools.cache
-def engine(**options: Any) -> LLM:
-    """An engine around the mock, made once for all tests that ask for the same options: compiling takes the time."""
-    defaults: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-    return LLM(MockDecoder(), **defaults | options)
 
 
 def raw_logits(tokens: Sequence[int], salts: Sequence[int] | int = 0, logits_salt: int = 0) -> np.ndarray:

@@ -55,7 +55,9 @@ class Problem:
 
     def expected(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         """out and LSE by the oracle, computed from inputs rounded to the pool's dtype."""
-        rounded = [np.asarray(jnp.asarray(x, self.kv_pages.dtype), np.float64) for x in (self.q, *self.keys, *self.values)]
+        rounded = [
+            np.asarray(jnp.asarray(x, self.kv_pages.dtype), np.float64) for x in (self.q, *self.keys, *self.values)
+        ]
         rows = len(self.keys)
         return attend(rounded[0], rounded[1 : 1 + rows], rounded[1 + rows :], self.query_lens, **options)
 
@@ -113,16 +115,22 @@ def make(
     num_layers: int = 2,
     layer: int = 1,
     max_blocks: int = 12,
-    spare_tokens: int = 3,
+    num_blocks: int = 40,
+    num_rows: int = 7,
+    num_tokens: int = 97,
     fill: float = np.nan,
     padding: int | None = None,
 ) -> Problem:
-    """A random problem. Slots that hold no token are `fill`, table entries past a length are `padding` (or wild)."""
+    """A random problem. Slots that hold no token are `fill`, table entries past a length are `padding` (or wild).
+
+    Empty rows and tokens without a row fill it up to num_rows and num_tokens: problems share programs.
+    """
+    empty_rows = [0] * (num_rows - len(seq_lens))
+    seq_lens, query_lens = seq_lens + empty_rows, query_lens + empty_rows
     rng = np.random.default_rng(seed)
     keys, values = ([rng.standard_normal((n, num_kv_heads, head_dim)) for n in seq_lens] for _ in range(2))
-    q = rng.standard_normal((sum(query_lens) + spare_tokens, num_q_heads, head_dim))
+    q = rng.standard_normal((num_tokens, num_q_heads, head_dim))
     needed = [-(-n // block_size) for n in seq_lens]
-    num_blocks = sum(needed) + 4
     ids = rng.permutation(np.arange(1, num_blocks))
     tables = rng.integers(-1000, 1000, (len(seq_lens), max_blocks)).astype(np.int32)
     if padding is not None:

@@ -28,7 +28,9 @@ def expected(table: block_table.BlockTable, counts: list[int], places: int) -> d
     }
 
 
-@pytest.mark.parametrize("counts", [[0, 0, 0, 0, 0], [3, 0, 5, 1, 0], [0, 1, 1, 0, 1], [16, 0, 0, 0, 0], [0, 0, 0, 0, 9]])
+@pytest.mark.parametrize(
+    "counts", [[0, 0, 0, 0, 0], [3, 0, 5, 1, 0], [0, 1, 1, 0, 1], [16, 0, 0, 0, 0], [0, 0, 0, 0, 9]]
+)
 def test_places_rows_one_after_another(counts: list[int]) -> None:
     table = block_table.create(NUM_BLOCKS, BLOCK_SIZE, NUM_ROWS, 8)
     for before in ([5, 0, 2, 7, 4], counts):

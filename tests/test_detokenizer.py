@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -60,6 +60,7 @@ def random_ids(draw: st.DrawFn) -> tuple[str, list[int]]:
 @example(("byte_fallback", [1, 259, 260, 1, 259, 1, 259] * 6), True, [1] * 42)
 @example(("byte_fallback", [3, 278, 131, 9999, 262]), True, [1] * 5)
 @example(("metaspace", [2] * 40), True, [1] * 40)
+@example(("metaspace", [3, *[99] * 20, 12]), True, [1] * 22)
 def test_joined_deltas_are_the_decoded_whole(drawn: tuple[str, list[int]], skip: bool, sizes: list[int]) -> None:
     kind, ids = drawn
     whole = KINDS[kind].backend.decode(ids, skip_special_tokens=skip)
@@ -162,22 +163,43 @@ def test_the_cost_of_a_token_does_not_grow(kind: str, unit: list[int]) -> None:
     assert tokenizer.num_decoded < 40 * length
 
 
-def test_an_unknown_decoder_costs_text_nothing_else() -> None:
-    """A tokenizer that says nothing about itself: unfinished characters still wait."""
+class Wrapped:
+    """A tokenizer that can encode and decode, and says nothing else about itself."""
 
-    class Bytes:
-        def encode(self, text: str) -> list[int]:
-            return list(text.encode())
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
 
-        def decode(self, token_ids: Sequence[int]) -> str:
-            return bytes(token_ids).decode(errors="replace")
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
 
-    tokenizer = as_tokenizer(Bytes())
-    assert tokenizer is not None
+    def decode(self, token_ids: list[int]) -> str:
+        return self._decode(token_ids)
+
+
+def test_an_unknown_decoder_with_one_mark_for_an_unfinished_character() -> None:
+    tokenizer = as_tokenizer(Wrapped(lambda ids: bytes(ids).decode(errors="replace")))
     text = "hello 你好 😀 " * 5
     pieces = deltas(tokenizer, [[i] for i in text.encode()])
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_unknown_decoder_with_a_mark_for_each_of_its_bytes() -> None:
+    tokenizer = as_tokenizer(Wrapped(KINDS["byte_fallback"].backend.decode))
+    hell = KINDS["byte_fallback"].backend.token_to_id("hell")
+    ids = [hell, *(3 + byte for byte in "😀".encode()), hell] * 5
+    pieces = deltas(tokenizer, [[i] for i in ids])
+    assert "".join(pieces) == "hell😀hell" * 5
+
+
+def test_an_unknown_decoder_that_looks_far_back() -> None:
+    """Its first token decides the case of all that follow, so the window may not be cut."""
+
+    def decode(ids: list[int]) -> str:
+        text = bytes(ids).decode()
+        return text[1:].upper() if text.startswith("^") else text
+
+    assert "".join(deltas(as_tokenizer(Wrapped(decode)), [[i] for i in b"^" + b"abcd" * 20])) == "ABCD" * 20
 
 
 def test_the_small_vocabulary_is_what_it_says() -> None:

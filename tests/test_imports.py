@@ -11,7 +11,17 @@ ROOT = pathlib.Path(__file__).parent.parent
 DEVICE_SIDE = ["pallas_kernels", "attention", "decoder", "step", "runner", "engine", "llm"]
 STATE_SIDE = ["config", "block_table", "batch", "step"]
 HOST_SIDE = ["request", "scheduler", "engine", "llm"]
-WITHOUT_JAX = ["request", "scheduler", "sampling_params", "block_budget", "plan", "outputs", "capacity", "engine_config", "text"]
+WITHOUT_JAX = [
+    "request",
+    "scheduler",
+    "sampling_params",
+    "block_budget",
+    "plan",
+    "outputs",
+    "capacity",
+    "engine_config",
+    "text",
+]
 
 
 def imports(path: pathlib.Path) -> set[str]:
@@ -70,7 +80,17 @@ def dotted(module: str) -> str:
 def test_the_kernels_stand_alone() -> None:
     top = {name.split(".")[0] for path in files("pallas_kernels") for name in imports(path)}
     allowed = {"jax", "numpy", "pallas_kernels", "__future__"}
-    standard = {"collections", "dataclasses", "functools", "math", "typing", "logging", "warnings", "numbers", "operator"}
+    standard = {
+        "collections",
+        "dataclasses",
+        "functools",
+        "math",
+        "typing",
+        "logging",
+        "warnings",
+        "numbers",
+        "operator",
+    }
     assert top <= allowed | standard, top - allowed - standard
 
 

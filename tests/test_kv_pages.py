@@ -58,7 +58,7 @@ def test_written_tokens_are_read_back_and_nothing_else_changes(head_dim: int) ->
 def test_a_slot_outside_the_pool_is_dropped(head_dim: int) -> None:
     pool = KVPages.zeros(2, 4, 4, 1, head_dim, jnp.float32)
     tokens = jnp.asarray([1.0, 9, 9, 9, 9, 9])[:, None, None] * jnp.ones((6, 1, head_dim))
-    slots = jnp.asarray([0, -1, -1, 16, 17, -2**31], jnp.int32)
+    slots = jnp.asarray([0, -1, -1, 16, 17, -(2**31)], jnp.int32)
     expected = contents(pool)
     expected[:, 0, 0] = 1
     np.testing.assert_array_equal(contents(write_kv(pool, 0, tokens, tokens, slots)), expected)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy_sampler
 import pytest
 
-from pagedjax.prng import draw_keys, fold_in, gumbel, threefry2x32
+from pagedjax.prng import draw_keys, fold_in, gumbel, gumbel_of, threefry2x32
 
 SEEDS = [0, 1, 42, 2**31 - 1, 2**32 + 5, 2**40 + 3, 2**63 - 1]
 SAMPLES = [0, 1, 2, 3, 0, 7, 1]
@@ -73,6 +73,14 @@ def test_no_configuration_moves_it(partitionable: bool, x64: bool) -> None:
         found = GUMBEL(_keys(), jnp.arange(NUM_IDS, dtype=jnp.int32))
     assert found.dtype == jnp.float32
     np.testing.assert_array_equal(found, expected)
+
+
+def test_extreme_bits() -> None:
+    bits = jnp.array([0, 1, 2**31, 2**32 - 129, 2**32 - 1], jnp.uint32)
+    found = np.asarray(gumbel_of(bits))
+    # The two largest have u = 1 - 2**-25 and more, which float32 has not: they count as 1 - 2**-24.
+    np.testing.assert_allclose(found[:3], [np.log(2.0**33), np.log(2.0**33 / 3), -np.log(np.log(2))], rtol=1e-6)
+    np.testing.assert_allclose(found[3:], -np.log(24 * np.log(2)), rtol=1e-6)
 
 
 def test_gumbel_moments_and_tails() -> None:

@@ -151,6 +151,12 @@ def test_a_begin_token_is_added_where_the_checkpoint_says(
         assert tokenizer.encode(f"{BOS}{BOS}hi") == [*[id_of(BOS)] * 2, *b"hi", *last]
 
 
+def test_a_begin_token_outside_the_vocabulary_cannot_be_added(tmp_path: Path) -> None:
+    config = {"bos_token": "<none>", "add_bos_token": True}
+    with pytest.raises(ValueError, match="'<none>' is to be added to every text"):
+        Tokenizer.from_folder(make_folder(tmp_path / "model", tokenizer_config=config))
+
+
 def test_settings_of_a_training_run_do_not_cut_or_pad_prompts(tmp_path: Path) -> None:
     backend = small_tokenizers.byte_level()
     backend.enable_truncation(4)
@@ -163,18 +169,23 @@ def test_settings_of_a_training_run_do_not_cut_or_pad_prompts(tmp_path: Path) ->
 def test_special_tokens_named_only_beside_tokenizer_json(tmp_path: Path) -> None:
     """Ordinary tokens there, special by tokenizer_config.json or the older special_tokens_map.json."""
     backend = small_tokenizers.byte_level()
-    backend.add_tokens(["<think>", "<tool>", "<extra>", "<plain>"])
+    backend.add_tokens(["<think>", "<tool>", "<extra>", "<plain>", "<listed>"])
     folder = make_folder(
         tmp_path / "model",
         backend,
-        tokenizer_config={"eos_token": "<think>", "additional_special_tokens": [{"content": "<tool>"}]},
+        tokenizer_config={
+            "eos_token": "<think>",
+            "additional_special_tokens": [{"content": "<tool>"}],
+            "added_tokens_decoder": {"270": {"content": "<listed>", "special": True}},
+        },
         special_tokens_map={"eos_token": EOS, "cls_token": {"content": "<extra>"}},
     )
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.special_tokens == {"eos_token": "<think>", "cls_token": "<extra>"}
-    ids = tokenizer.encode("a<think><tool><extra><plain>")
-    assert ids == [ord("a"), 266, 267, 268, 269]
+    ids = tokenizer.encode("a<think><tool><extra><plain><listed>")
+    assert ids == [ord("a"), 266, 267, 268, 269, 270]
     assert tokenizer.decode(ids) == "a<plain>"
+    assert tokenizer.special_ids == {*map(id_of, (BOS, EOS, TURN)), 266, 267, 268, 270}
     assert tokenizer.eos_ids == (266,)
 
 

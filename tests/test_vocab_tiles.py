@@ -21,6 +21,8 @@ def _rows(width: int, step: float) -> np.ndarray:
     x[2] = -np.inf
     x[3, 7:] = -np.inf
     x[4, -1] = x[4, TILE - 1] = 50.0
+    x[5] = 0.0
+    x[5, : 6 * TILE] = -0.0
     return x.astype(np.float32)
 
 

@@ -83,7 +83,7 @@ def _param_dtype(dtype: Any) -> np.dtype:
 
 def _stored_dtype(tensors: SafetensorsFolder, places: dict[str, layout.Place], declared: str | None) -> np.dtype:
     stored = {DTYPES[tensors.stored_dtypes[name]] for name in places}
-    if len(stored) > 1 and declared in stored:
+    if declared in stored:
         stored = {declared}
     widest = reduce(jnp.promote_types, (jnp.dtype(name) for name in sorted(stored)))
     return np.dtype(np.float32) if widest == np.float64 else widest

@@ -109,7 +109,12 @@ def _special_tokens(token_map: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def _extra_special_tokens(config: Mapping[str, Any]) -> list[str]:
-    extra = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
+    listed = (config.get("added_tokens_decoder") or {}).values()
+    extra = [
+        config.get("additional_special_tokens"),
+        config.get("extra_special_tokens"),
+        [entry for entry in listed if entry.get("special")],
+    ]
     values = [v for group in extra if group for v in (group.values() if isinstance(group, Mapping) else group)]
     return [text for text in map(_token_text, values) if text is not None]
 
@@ -142,6 +147,7 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
+    """End tokens that config.json and generation_config.json name, united."""
     model_config = _read_json(folder / _MODEL_CONFIG)
     values = {
         _MODEL_CONFIG: model_config.get("eos_token_id", (model_config.get("text_config") or {}).get("eos_token_id")),

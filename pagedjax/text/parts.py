@@ -26,13 +26,19 @@ class TokenizerParts:
 
 
 def add_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Makes `backend` put exactly these tokens around a text it encodes (None: nothing at that end)."""
+    """Makes `backend` put exactly these tokens around a text it encodes (None: nothing at that end).
+
+    Raises:
+        ValueError: a token is not in the vocabulary.
+    """
+    ids = {token: backend.token_to_id(token) for token in (bos, eos) if token is not None}
+    for token, token_id in ids.items():
+        if token_id is None:
+            raise ValueError(f"{token!r} is to be added to every text, but is not in the vocabulary: correct its name")
     single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     pair = [*single, *([f"{bos}:1"] if bos else []), "$B:1", *([f"{eos}:1"] if eos else [])]
     backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=single,
-        pair=pair,
-        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token],
+        single=single, pair=pair, special_tokens=list(ids.items())
     )
 
 

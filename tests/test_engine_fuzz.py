@@ -1,0 +1,154 @@
+"""The whole engine on the mock model, fed at random: every token of every request is what the oracle says.
+
+Pools are short, so that sequences are preempted all the time; requests are aborted wherever they happen to be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mock_engine
+import mock_model
+import pytest
+
+from pagedjax import LLM, RequestOutput, SamplingParams, block_table
+
+END_IDS = (5, mock_model.VOCAB - 1)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Every option with some chance, most requests with few of them."""
+
+    def sometimes(chance: float, value: Any, otherwise: Any) -> Any:
+        return value if rng.random() < chance else otherwise
+
+    max_tokens = rng.randint(1, 16)
+    return SamplingParams(
+        n=sometimes(0.2, rng.randint(2, 4), 1),
+        temperature=sometimes(0.5, rng.uniform(0.3, 1.5), 0.0),
+        top_p=sometimes(0.15, rng.uniform(0.1, 1.0), 1.0),
+        top_k=sometimes(0.15, rng.randint(1, 8), 0),
+        min_p=sometimes(0.1, rng.uniform(0.0, 0.3), 0.0),
+        repetition_penalty=sometimes(0.15, rng.uniform(0.8, 1.5), 1.0),
+        presence_penalty=sometimes(0.15, rng.uniform(-1, 1), 0.0),
+        frequency_penalty=sometimes(0.15, rng.uniform(-1, 1), 0.0),
+        seed=sometimes(0.5, rng.randrange(2**63), None),
+        max_tokens=max_tokens,
+        min_tokens=sometimes(0.3, rng.randint(0, max_tokens), 0),
+        stop_token_ids=sometimes(0.3, rng.sample(range(mock_model.VOCAB), rng.randint(1, 4)), ()),
+        ignore_eos=rng.random() < 0.2,
+        logprobs=sometimes(0.2, rng.choice([0, 1, 5, 20]), None),
+        prompt_logprobs=sometimes(0.2, rng.choice([0, 1, 5]), None),
+        logit_bias=sometimes(0.1, {rng.randrange(mock_model.VOCAB): rng.uniform(-4, 4)}, None),
+    )
+
+
+class Driver:
+    """Feeds an engine and checks what comes out."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.llm, self.engine, self.rng = llm, llm._engine, random.Random(seed)
+        self.usable = self.engine.scheduler.num_usable_blocks
+        self.params: dict[str, SamplingParams] = {}
+        self.seeds: dict[str, list[int]] = {}
+        self.ended: dict[str, RequestOutput] = {}
+        self.latest: dict[str, RequestOutput] = {}
+        self.num_tokens = self.num_doubtful = 0
+
+    def run(self, num_requests: int) -> None:
+        first = len(self.params)
+        while len(self.params) < first + num_requests or self.llm.has_unfinished_requests():
+            if len(self.params) < first + num_requests and self.rng.random() < 0.7:
+                self.add()
+            if self.rng.random() < 0.04 and self.engine.requests:
+                self.llm.abort(self.rng.choice(list(self.engine.requests)))
+            self.step()
+        assert self.ended.keys() == self.params.keys()
+        self.llm.audit()
+
+    def add(self) -> None:
+        rng = self.rng
+        num_tokens = rng.choice([rng.randint(1, 6), rng.randint(1, 20)])
+        prompt = [rng.randrange(mock_model.VOCAB) for _ in range(num_tokens)]
+        params = random_params(rng)
+        end_len = min(num_tokens + params.max_tokens, self.llm.config.max_model_len)
+        request_id = str(len(self.params))
+        if -(-(end_len - 1) // self.llm.config.block_size) > self.usable or num_tokens >= self.llm.config.max_model_len:
+            with pytest.raises(ValueError, match="raise"):
+                self.llm.add_request(request_id, prompt, params)
+            return
+        self.llm.add_request(request_id, prompt, params)
+        self.params[request_id] = params
+        self.seeds[request_id] = [sequence.seed for sequence in self.engine.requests[request_id].sequences]
+
+    def step(self) -> None:
+        for output in self.llm.step():
+            assert output.request_id not in self.ended, "an output after the last one"
+            if (before := self.latest.get(output.request_id)) is not None:
+                for old, new in zip(before.outputs, output.outputs, strict=True):
+                    assert new.token_ids[: len(old.token_ids)] == old.token_ids
+            self.latest[output.request_id] = output
+            if output.finished:
+                self.ended[output.request_id] = output
+                self.check(output)
+        table, scheduler = self.engine.runner.state.table, self.engine.scheduler
+        lens, free = table.seq_lens.tolist(), int(table.num_free_blocks)
+        pending = sum(-(-lens[row] // table.block_size) for row in scheduler._releases)
+        assert scheduler.num_free_blocks <= free + pending, "the bound is above the truth"
+        if self.rng.random() < 0.02:
+            block_table.check(table)
+
+    def check(self, output: RequestOutput) -> None:
+        params = self.params[output.request_id]
+        prompt = output.prompt_token_ids
+        aborted = any(sample.finish_reason == "abort" for sample in output.outputs)
+        assert [sample.index for sample in output.outputs] == list(range(params.n))
+        for sample, seed in zip(output.outputs, self.seeds[output.request_id], strict=True):
+            oracle = mock_model.Oracle(prompt, params, seed=seed, index=sample.index, end_ids=END_IDS)
+            self.num_doubtful += oracle.check(sample)
+            self.num_tokens += len(sample.token_ids)
+        found = output.prompt_logprobs
+        if found is not None:
+            assert params.prompt_logprobs is not None
+            assert found[0] is None
+            assert aborted or len(found) == len(prompt)
+            following = prompt[1 : len(found)]
+            mock_model.check_logprobs(found[1:], params.prompt_logprobs, mock_model.raw_logits(prompt)[:-1], following)
+        else:
+            assert params.prompt_logprobs is None
+
+
+def drive(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, seed: int, paces: Sequence[tuple[int, int]], requests: int
+) -> None:
+    """Runs that many requests at each pace: tokens a step, inner steps."""
+    monkeypatch.setattr(llm._engine, "end_ids", frozenset(END_IDS))
+    driver = Driver(llm, seed)
+    before = llm.stats().num_preemptions
+    for budget, decode_steps in paces:
+        mock_engine.pace(llm, budget=budget, decode_steps=decode_steps)
+        driver.run(requests)
+    mock_engine.pace(llm)
+    assert set(llm._runner.compiled) <= set(llm.plan.programs)
+    assert driver.num_doubtful < 0.05 * driver.num_tokens
+    print(driver.num_tokens, driver.num_doubtful)
+    assert llm.stats().num_preemptions - before > len(driver.params) // 20
+    reasons = [sample.finish_reason for output in driver.ended.values() for sample in output.outputs]
+    assert {*reasons} == {"stop", "length", "abort"}
+
+
+def test_random_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive(monkeypatch, mock_engine.engine(), 0, [(4, 1), (7, 8), (32, 8)], 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "budget"), [(1, 34, 4), (2, 20, 16), (4, 10, 32)], ids=["1", "2", "4"]
+)
+def test_many_random_requests(monkeypatch: pytest.MonkeyPatch, block_size: int, num_blocks: int, budget: int) -> None:
+    llm = mock_engine.engine(
+        block_size=block_size, num_blocks=num_blocks, max_num_batched_tokens=budget, batch_invariant=False
+    )
+    drive(monkeypatch, llm, block_size, [(budget, 1), (max(budget // 2, 4), 8), (budget, 8)], 1112)
