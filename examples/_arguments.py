@@ -17,7 +17,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     result.add_argument(
         "--model", default=DEFAULT_MODEL, help="a known name, a Hugging Face folder, a .gguf file or an Orbax folder"
     )
-    result.add_argument("--dtype", default=None, help="of the parameters, such as float32 or bfloat16; default: as stored")
+    result.add_argument("--dtype", default=None, help="of the parameters, such as bfloat16; default: as stored")
     engine = result.add_argument_group("engine")
     engine.add_argument("--max-model-len", type=int, default=2048, help="most tokens a sequence may have")
     engine.add_argument("--block-size", type=int, default=16, help="tokens a KV block")

@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> LLM:
     generating = max(seconds - stats.compile_seconds, 1e-9)
     num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     print(
-        f"{num_tokens} tokens in {generating:.1f} s ({num_tokens / generating:.1f} tokens/s), after {stats.compile_seconds:.1f} s "
-        f"of compilation; KV usage at its peak {stats.peak_kv_usage:.1%}",
+        f"{num_tokens} tokens in {generating:.1f} s ({num_tokens / generating:.1f} tokens/s), after "
+        f"{stats.compile_seconds:.1f} s of compilation; KV usage at its peak {stats.peak_kv_usage:.1%}",
         file=sys.stderr,
     )
     return llm

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import logging
 import os
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from pagedjax.config import ModelConfig
 from pagedjax.decoder import Decoder
 from pagedjax.engine import Engine
 from pagedjax.engine_config import EngineConfig
+from pagedjax.loaders import load_checkpoint, load_tokenizer
 from pagedjax.memory import num_pool_blocks
 from pagedjax.outputs import RequestOutput
 from pagedjax.params import param_dtype, place_params
@@ -31,7 +31,7 @@ from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler
 from pagedjax.stats import Stats
-from pagedjax.text import Tokenizer, as_tokenizer, hf_folder
+from pagedjax.text import as_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +123,9 @@ class LLM:
             ValueError: the source is not a model that can be loaded, or an option is wrong.
             pagedjax.loaders.FetchError: the model could not be fetched.
         """
-        from pagedjax.loaders import load_checkpoint
-
         EngineConfig(**_known(options))  # a wrong option fails before minutes of loading
         checkpoint = load_checkpoint(source, dtype)
-        own_tokenizer, end_ids = _read_text(checkpoint.source_path)
+        own_tokenizer, end_ids = load_tokenizer(checkpoint.source_path)
         config = checkpoint.config
         if config.rope.kind == "dynamic":  # the frequencies of this kind depend on the longest sequence there can be
             longest = max(config.max_position_embeddings, options.get("max_model_len", 0))
@@ -274,7 +272,11 @@ class LLM:
     def warmup(self) -> None:
         """Compiles every program of `plan`, with a progress bar; afterwards no step compiles."""
         with tqdm(total=len(self._runner.program_names), desc="compiling", unit="program", leave=False) as bar:
-            self._runner.warmup(lambda name: bar.update())
+            self._runner.on_compile = lambda name: (bar.set_postfix_str(name, refresh=False), bar.update())
+            try:
+                self._runner.warmup()
+            finally:
+                self._runner.on_compile = _quiet
 
     @property
     def plan(self) -> capacity.EnginePlan:
@@ -308,13 +310,16 @@ class LLM:
             for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
                 at_index(index, self._engine.add, request_id, prompt.text, prompt.token_ids, params[index])
             with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
+                self._runner.on_compile = lambda name: bar.set_description(f"compiling {name}")
                 while len(done) < len(ids):
                     for output in self._own_outputs(ids):
                         if output.finished:
                             done[output.request_id] = output
                             bar.update()
+                    bar.set_description("generating", refresh=False)
                     bar.set_postfix(self._progress(), refresh=False)
         finally:
+            self._runner.on_compile = _quiet
             self._drop(ids)
         return [done[request_id] for request_id in ids]
 
@@ -366,15 +371,8 @@ class LLM:
         return next(name for i in self._ids if (name := f"{prefix}-{i}") not in self._engine.requests)
 
 
-def _read_text(path: pathlib.Path) -> tuple[Tokenizer | None, Sequence[int]]:
-    """The tokenizer beside the weights, if there is one, and the end tokens that the checkpoint names."""
-    if path.is_file():
-        tokenizer = Tokenizer.from_gguf(path)
-        return tokenizer, tokenizer.eos_ids
-    if (path / "tokenizer.json").exists():
-        return Tokenizer.from_folder(path), hf_folder.end_ids(path)
-    logger.warning("%s has no tokenizer.json: prompts must be token ids, and outputs have no text", path)
-    return None, hf_folder.end_ids(path)
+def _quiet(name: str) -> None:
+    """Nobody watches: a program's name goes nowhere."""
 
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:

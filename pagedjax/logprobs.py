@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax.logit_rules import clean
 from pagedjax.row_sampling import NO_LOGPROBS, NO_TOKEN
 from pagedjax.sampling_params import MAX_LOGPROBS
 from pagedjax.vocab_tiles import pad_vocab, tile_maxima, top_k
@@ -47,8 +48,7 @@ def token_logprobs(
     no_top = (jnp.full((num_rows, k), NO_TOKEN, jnp.int32), jnp.zeros((num_rows, k), jnp.float32))
 
     def wanted() -> TokenLogprobs:
-        x = pad_vocab(logits, num_vocab_tokens)
-        x = jnp.where(jnp.isnan(x), -jnp.inf, x)
+        x = clean(pad_vocab(logits, num_vocab_tokens))
         maxima = tile_maxima(x)
         largest = jnp.max(maxima, axis=-1, keepdims=True)
         log_sum = largest + jnp.log(jnp.sum(jnp.exp(x - largest), axis=-1, keepdims=True))  # [S, 1]

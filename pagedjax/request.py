@@ -85,7 +85,8 @@ class Sequence:
         """Takes a sampled token, and the device's word on whether it ends the sequence."""
         self.output_ids.append(token_id)
         try:
-            stop_string = self.text.push([token_id]).stopped_by
+            shown = not stopped or self.params.include_stop_str_in_output
+            stop_string = self.text.push([token_id]).stopped_by if shown else None
         except Exception:  # a user's tokenizer: only the request that has it suffers
             logger.exception("request %r: the tokenizer failed at token %d", self.request.request_id, token_id)
             self.finish("error")

@@ -58,6 +58,7 @@ class Runner:
         self._num_blocks, self._kv_dtype = num_blocks, kv_dtype
         self._programs: dict[str, Callable[..., Any]] = {}
         self._warm = False
+        self.on_compile: Callable[[str], None] = lambda name: None  # told each program before it is compiled
         self.compile_seconds = 0.0
         self.state = self._fresh_state()
 
@@ -71,10 +72,9 @@ class Runner:
         """Names of the programs compiled so far."""
         return tuple(self._programs)
 
-    def warmup(self, on_program: Callable[[str], None] = lambda name: None) -> None:
+    def warmup(self) -> None:
         """Compiles every program; afterwards `strict_compile` holds."""
         for name in self.program_names:
-            on_program(name)
             self._program(name)
         self._warm = True
 
@@ -181,6 +181,7 @@ class Runner:
         if name not in self._programs:
             if self._warm and self.config.strict_compile:
                 raise RuntimeError(f"program {name} is not compiled, and strict_compile is on; llm.plan lists the set")
+            self.on_compile(name)
             start = time.perf_counter()
             self._programs[name] = self._compile(name)
             seconds = time.perf_counter() - start

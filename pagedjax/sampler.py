@@ -64,7 +64,8 @@ def sample(
         token_rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     x = pad_vocab(logits, num_vocab_tokens)
     maxima = tile_maxima(x)
-    invalid = ~jnp.all(maxima < jnp.inf)  # NaN or +inf somewhere
+    # NaN or +inf somewhere shows in a sum; not in a maximum, which lets NaN through on some backends and not on others.
+    invalid = ~jnp.all(jnp.sum(x, axis=-1) < jnp.inf)
     ruled = needs_rules(rows, positions - prompt_lens)
     random = rows.temperature >= MIN_TEMPERATURE
 

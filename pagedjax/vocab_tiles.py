@@ -2,7 +2,8 @@
 
 A vocabulary row is tens of thousands of logits, and the first pass over it is what costs. Reducing tiles of 128 to
 their maxima is a plain reduction that every backend does fast; the largest element, and the k largest, are then looked
-for only in the tiles that can hold them. Order is (value descending, id ascending) everywhere. Inputs hold no NaN.
+for only in the tiles that can hold them. Order is (value descending, id ascending) everywhere. Inputs hold no NaN: whether one
+shows in a maximum depends on the backend.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def pad_vocab(logits: jax.Array, num_vocab_tokens: int) -> jax.Array:
 
 
 def tile_maxima(x: jax.Array) -> jax.Array:
-    """f32[S, P] -> f32[S, C]; a NaN makes its tile's maximum NaN."""
+    """f32[S, P] -> f32[S, C], the largest value of each tile."""
     return jnp.max(x.reshape(x.shape[0], -1, TILE), axis=-1)
 
 

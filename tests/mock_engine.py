@@ -53,7 +53,7 @@ def idle() -> Iterator[LLM]:
 
 def finish(llm: LLM) -> dict[str, RequestOutput]:
     """Steps to the end; each request's last output."""
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     for _ in range(500):
         if not llm.has_unfinished_requests():
             return outputs

@@ -261,10 +261,10 @@ class Machine(RuleBasedStateMachine):
         full = [block for block in self.model.live() if len(block.tokens) == self.block_size]
         if not full:
             return [], 0
-        chain = data.draw(st.lists(st.sampled_from(full), max_size=MAX_BLOCKS))
-        passed = data.draw(st.integers(0, MAX_BLOCKS - len(chain))) if chain else 0
+        chain = data.draw(st.lists(st.sampled_from(full), min_size=1, max_size=MAX_BLOCKS))
+        passed = data.draw(st.integers(0, MAX_BLOCKS - len(chain)))
         length = (passed + len(chain)) * self.block_size
-        return [None] * passed + chain, max(length - data.draw(st.integers(0, self.block_size - 1)), 0)
+        return [None] * passed + chain, length - data.draw(st.integers(0, self.block_size - 1))
 
     def spoil(self, ids: list[int], length: int, data: st.DataObject) -> tuple[list[int], int]:
         """An adoption that has to be left out: a free block, a null block last or in between, or a bad length."""

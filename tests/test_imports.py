@@ -56,7 +56,7 @@ def files(module: str) -> list[pathlib.Path]:
 def reaches(module: str) -> set[str]:
     """Everything of this project that importing a module imports, directly or not, and all else they name."""
     seen: set[str] = set()
-    todo = [path for path in files(module)]
+    todo = list(files(module))
     visited = set()
     while todo:
         path = todo.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ class Codes:
     def encode(self, text: str) -> list[int]:
         return [ord(char) - 96 for char in text if char != "~"]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(96 + token_id) for token_id in token_ids)
 
 

@@ -305,26 +305,28 @@ def test_both_paths_draw_the_same() -> None:
 
 def test_broken_logits_give_valid_ids_and_stay_in_their_row() -> None:
     rng = np.random.default_rng(2)
-    healthy = [Row(_random_logits(rng), SamplingParams(top_p=0.9, seed=n), seed=n) for n in range(4)]
+    healthy = [Row(_random_logits(rng), SamplingParams(top_p=0.9), seed=n) for n in range(4)]
     expected = _draw(healthy)
-    one_nan, all_nan, infinite, nothing = (healthy[0].logits.copy() for _ in range(4))
-    one_nan[expected[0]] = np.nan
+    one_nan, all_nan, infinite, nothing, without, peaks = (healthy[0].logits.copy() for _ in range(6))
+    best = int(np.argmax(one_nan))
+    one_nan[best] = one_nan[::128] = np.nan  # the most likely token, and one in every tile
     all_nan[:] = np.nan
     infinite[[77, 90]] = np.inf
-    nothing[:] = -np.inf
+    nothing[:] = without[best] = without[::128] = peaks[:] = -np.inf
+    peaks[[77, 90]] = 0.0
     for params in (
         GREEDY,
         SamplingParams(),
         SamplingParams(top_p=0.5),
         SamplingParams(top_k=100, top_p=0.5, min_p=0.1),
     ):
-        broken = [Row(x, params) for x in (one_nan, all_nan, infinite, nothing)]
-        ids = _draw([*broken[:2], *healthy, *broken[2:]])
-        assert ids[2:6] == expected
-        assert 0 <= ids[0] < V
-        assert ids[0] != expected[0]
-        assert ids[6] in (77, 90)
-        assert ids[1] == ids[7] == 0
+        broken = [Row(x, params, seed=7) for x in (one_nan, infinite, all_nan, nothing)]
+        repaired = [Row(x, params, seed=7) for x in (without, peaks)]
+        ids = _draw([*broken, *healthy])
+        assert ids[:4] == [*_draw(repaired), 0, 0]
+        assert ids[4:] == expected
+    # Nothing but greedy rows: no row sends the batch past the shortest way.
+    assert _draw([dataclasses.replace(row, params=GREEDY) for row in broken]) == [int(np.argmax(without)), 77, 0, 0]
 
 
 def test_no_option_makes_a_program() -> None:

@@ -2,5 +2,6 @@
 
 from pagedjax.loaders.checkpoint import Checkpoint, load_checkpoint, resolve
 from pagedjax.loaders.hub import FetchError
+from pagedjax.loaders.tokenizer import load_tokenizer
 
-__all__ = ["Checkpoint", "FetchError", "load_checkpoint", "resolve"]
+__all__ = ["Checkpoint", "FetchError", "load_checkpoint", "load_tokenizer", "resolve"]

@@ -19,6 +19,7 @@ import tqdm
 from pagedjax import hf_config
 from pagedjax.config import ModelConfig
 from pagedjax.loaders import layout
+from pagedjax.loaders.param_shapes import float_dtype
 from pagedjax.loaders.safetensors_folder import DTYPES, SafetensorsFolder
 
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
@@ -53,7 +54,7 @@ def load(
             unexpected or of another shape than the configuration makes them; each is named.
     """
     folder = Path(folder)
-    target = None if dtype is None else _param_dtype(dtype)
+    target = None if dtype is None else float_dtype(dtype)
     declared = hf_config.read(folder)
     with SafetensorsFolder(folder) as tensors:
         _refuse_quantised(tensors)
@@ -72,13 +73,6 @@ def load(
         ):
             places[name].write(params, tensors.read(name))
     return config, params
-
-
-def _param_dtype(dtype: Any) -> np.dtype:
-    found = jnp.dtype(dtype)
-    if found.name not in PARAM_DTYPES:
-        raise ValueError(f"dtype is {found.name}; parameters can be {', '.join(PARAM_DTYPES)}")
-    return found
 
 
 def _stored_dtype(tensors: SafetensorsFolder, places: dict[str, layout.Place], declared: str | None) -> np.dtype:

@@ -80,16 +80,15 @@ def load(folder: str | os.PathLike[str], dtype: Any = None, sharding: Any = None
     config = read_config(folder)
     dtype = None if dtype is None else float_dtype(dtype)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        try:
-            saved = checkpointer.metadata(folder / PARAMS_FOLDER).item_metadata.tree
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{folder / PARAMS_FOLDER} can't be read as an Orbax checkpoint: {error}") from error
+        saved = _saved_tree(checkpointer, folder / PARAMS_FOLDER)
         _check_shapes({name: tuple(leaf.shape) for name, leaf in flatten(saved).items()}, config, str(folder))
         arguments = _restore_args(saved, dtype, sharding)
         try:
             params = checkpointer.restore(folder / PARAMS_FOLDER, restore_args=arguments)
-        except (OSError, KeyError) as error:
-            raise ValueError(f"{folder / PARAMS_FOLDER} is incomplete or corrupt: {error}") from error
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{folder / PARAMS_FOLDER} can't be restored: {error}; it is damaged, or the sharding does not fit it"
+            ) from error
     return config, params
 
 
@@ -142,6 +141,17 @@ def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} does not hold a configuration this version of pagedjax knows: {error}") from error
+
+
+def _saved_tree(checkpointer: ocp.PyTreeCheckpointer, folder: pathlib.Path) -> dict[str, Any]:
+    """The metadata of every saved array, nested as the parameters are."""
+    try:
+        saved = checkpointer.metadata(folder).item_metadata
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} can't be read as an Orbax checkpoint: {error}") from error
+    if saved is None:
+        raise ValueError(f"{folder} can't be read as an Orbax checkpoint: a file of it is missing or damaged")
+    return saved.tree
 
 
 def _check_shapes(found: dict[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
