@@ -272,7 +272,12 @@ class LLM:
     def warmup(self) -> None:
         """Compiles every program of `plan`, with a progress bar; afterwards no step compiles."""
         with tqdm(total=len(self._runner.program_names), desc="compiling", unit="program", leave=False) as bar:
-            self._runner.on_compile = lambda name: (bar.set_postfix_str(name, refresh=False), bar.update())
+
+            def show(name: str) -> None:
+                bar.set_postfix_str(name, refresh=False)
+                bar.update()
+
+            self._runner.on_compile = show
             try:
                 self._runner.warmup()
             finally:

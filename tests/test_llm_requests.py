@@ -1,147 +1,249 @@
-"""Requests through `pagedjax.llm` on the mock model: text, streams, other people's requests, other weights."""
+"""pagedjax.llm on the mock model: text, streams, other people's requests, other weights."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import logging
-import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import jax
 import jax.numpy as jnp
+import mock_engine
+import mock_model
 import numpy as np
 import pytest
-from flax import nnx
+from mock_engine import GREEDY, Pieces, finish, generate, ids, use_tokenizer
+from mock_model import VOCAB, Oracle
 
-from pagedjax import LLM, Decoder, SamplingParams
-from pagedjax.loaders import hf, orbax
-
-TINY = pathlib.Path(__file__).parent / "data" / "tiny"
-OPTIONS = {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 32,
-    "max_model_len": 64,
-    "num_blocks": 40,
-    "batch_invariant": True,
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+from pagedjax import LLM, SamplingParams
 
 
-def tokens(llm: LLM, prompt: list[int]) -> list[int]:
-    return llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    yield from mock_engine.idle()
 
 
-@pytest.fixture(scope="module")
-def prompt() -> list[int]:
-    return np.load(TINY / "llama_llama3" / "reference.npz")["tokens"][:20].tolist()
+# Text
 
-
-@pytest.fixture(scope="module")
-def loaded() -> LLM:
-    return LLM.load(TINY / "llama_llama3", **OPTIONS)
-
-
-def greedy_by_hand(prompt: list[int]) -> list[int]:
-    """The dense forward of the whole text again for every token."""
-    config, params = hf.load(TINY / "llama_llama3")
-    model = Decoder.abstract(config)
-    nnx.update(model, nnx.State(jax.tree.map(jnp.asarray, params)))
-    forward = nnx.jit(model)
-    text = [*prompt, *[0] * 8]
-    for place in range(len(prompt), len(text)):
-        text[place] = int(jnp.argmax(forward(jnp.asarray([text]))[0, place - 1]))
-    return text[len(prompt) :]
-
-
-def test_the_engine_generates_what_the_dense_forward_predicts(loaded: LLM, prompt: list[int]) -> None:
-    assert tokens(loaded, prompt) == greedy_by_hand(prompt)
-
-
-def test_a_folder_without_a_tokenizer_takes_token_ids(prompt: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        llm = LLM.load(TINY / "qwen2", **OPTIONS)
-    assert "tokenizer.json" in caplog.text
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        llm.generate("hello")
-
-
-def test_an_orbax_checkpoint_gives_the_same(loaded: LLM, prompt: list[int], tmp_path: pathlib.Path) -> None:
-    config, params = hf.load(TINY / "llama_llama3")
-    orbax.save(tmp_path / "checkpoint", config, params)
-    assert tokens(LLM.load(tmp_path / "checkpoint", **OPTIONS), prompt) == tokens(loaded, prompt)
-
-
-def test_end_tokens_come_from_the_checkpoint(loaded: LLM, prompt: list[int], tmp_path: pathlib.Path) -> None:
-    """With the third greedy token named as an end token in generation_config.json, it ends the generation."""
-    third = tokens(loaded, prompt)[2]
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((TINY / "llama_llama3" / name).read_bytes())
-    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{third}]}}')
-    llm = LLM.load(tmp_path, **OPTIONS)
-    output = llm.generate(prompt, dataclasses.replace(GREEDY, ignore_eos=False), use_tqdm=False)[0].outputs[0]
-    assert output.token_ids == tokens(loaded, prompt)[: output.token_ids.index(third) + 1]
-    assert output.finish_reason == "stop"
-    assert output.stop_reason is None
-
-
-def test_a_trainers_parameters_are_used_as_they_are(loaded: LLM, prompt: list[int]) -> None:
-    config, params = hf.load(TINY / "llama_llama3")
-    model = Decoder.abstract(config)
-    nnx.update(model, nnx.State(jax.tree.map(jnp.asarray, params)))
-    state = nnx.state(model)
-    llm = LLM(model, params=state, **OPTIONS)
-    mine = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
-    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(llm._runner.params)] == mine
-    assert tokens(llm, prompt) == tokens(loaded, prompt)
-    other = jax.tree.map(lambda x: x * 1.01, state)
-    llm.update_params(other)
-    assert jax.tree.leaves(llm._runner.params)[0] is jax.tree.leaves(other)[0]
+STOP_PROMPT = [2, 3]
+STOP_IDS = Oracle(STOP_PROMPT, GREEDY).generate()
+assert len({*STOP_IDS[:5]}) == 5
+STOP_TEXT = dict(zip(STOP_IDS, ("ABC", "DEF", "G", "HI", "J"), strict=False))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("options", "text", "num_tokens", "stop_reason"),
     [
-        (lambda p: p["embed"].pop("embedding"), r"missing \['embed.embedding'\]"),
-        (lambda p: p.update(extra=np.zeros(3)), r"unexpected \['extra'\]"),
-        (lambda p: p["final_norm"].update(scale=np.zeros(5, np.float32)), r"final_norm.scale is float32\[5\]"),
-        (lambda p: p["final_norm"].update(scale=np.zeros(32, np.float16)), "final_norm.scale is float16"),
+        ({"stop": "DEFGHIJ"}, "ABC", 5, "DEFGHIJ"),
+        ({"stop": "DEFGHIJ", "include_stop_str_in_output": True}, "ABCDEFGHIJ", 5, "DEFGHIJ"),
+        ({"stop": ["nowhere", "CD", "F"]}, "AB", 2, "CD"),
+        ({"stop": "DEFX", "stop_token_ids": [STOP_IDS[1]]}, "ABCDEF", 2, STOP_IDS[1]),  # held back, then released
+        ({"stop": "DEFX", "max_tokens": 2}, "ABCDEF", 2, None),
+        ({"stop": ["B", "H"], "min_tokens": 3}, "ABCDEFG", 4, "H"),
     ],
 )
-def test_parameters_that_do_not_fit_are_named(change: object, message: str) -> None:
-    config, params = hf.load(TINY / "llama_llama3")
-    change(params)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=message):
-        LLM(Decoder.abstract(config), params=params, **OPTIONS)
+def test_stop_strings(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, options: dict[str, Any], text: str, num_tokens: int, stop_reason: Any
+) -> None:
+    use_tokenizer(monkeypatch, llm, Pieces(STOP_TEXT))
+    params = dataclasses.replace(GREEDY, logprobs=0, **options)
+    for decode_steps in (1, 8):
+        mock_engine.pace(llm, decode_steps=decode_steps)
+        (output,) = generate(llm, [STOP_PROMPT], params)
+        (sample,) = output.outputs
+        assert (sample.text, sample.token_ids) == (text, STOP_IDS[:num_tokens])
+        assert sample.stop_reason == stop_reason
+        assert sample.finish_reason == ("length" if stop_reason is None else "stop")
+        assert sample.logprobs is not None
+        assert len(sample.logprobs) == num_tokens
 
 
-def test_abstract_parameters_are_refused() -> None:
-    config, _ = hf.load(TINY / "llama_llama3")
-    with pytest.raises(ValueError, match="is a shape without values; pass params="):
-        LLM(Decoder.abstract(config), **OPTIONS)
+def test_text_prompts(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    use_tokenizer(monkeypatch, llm, Pieces())
+    output, other = generate(llm, ["bcd", [1, 2, 3]])
+    assert (output.prompt, other.prompt) == ("bcd", None)
+    assert output.prompt_token_ids == [1, 2, 3]
+    assert output.outputs[0].text == Pieces().decode(ids(other)) != ""
+
+
+def test_stream(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    use_tokenizer(monkeypatch, llm, Pieces())
+    mock_engine.pace(llm, decode_steps=2)
+    deltas = list(llm.stream([1, 2, 3], GREEDY))
+    assert len(deltas) > 3
+    assert all(deltas)
+    assert "".join(deltas) == Pieces().decode(Oracle([1, 2, 3], GREEDY).generate())
+    with pytest.raises(ValueError, match="n=2"):
+        llm.stream([1], SamplingParams(n=2))
+
+
+def test_streams_side_by_side(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Each one's steps also run the others: nothing is lost, whoever takes the step."""
+    use_tokenizer(monkeypatch, llm, Pieces())
+    longer = dataclasses.replace(GREEDY, max_tokens=24)
+    slow, fast = llm.stream([1, 2, 3], longer), llm.stream([4], GREEDY)
+    first = next(slow)
+    llm.add_request("mine", [5], GREEDY)
+    (between,) = generate(llm, [[6]], dataclasses.replace(GREEDY, max_tokens=20))
+    assert ids(between) == Oracle([6], dataclasses.replace(GREEDY, max_tokens=20)).generate()
+    assert ids(finish(llm)["mine"]) == Oracle([5], GREEDY).generate()
+    assert "".join(fast) == Pieces().decode(Oracle([4], GREEDY).generate())
+    assert first + "".join(slow) == Pieces().decode(Oracle([1, 2, 3], longer).generate())
+
+
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_a_closed_stream_is_aborted(monkeypatch: pytest.MonkeyPatch, llm: LLM, num_taken: int) -> None:
+    use_tokenizer(monkeypatch, llm, Pieces())
+    mock_engine.pace(llm, decode_steps=1)
+    stream = llm.stream([1, 2, 3], GREEDY)
+    for _ in range(num_taken):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.has_unfinished_requests()
+    llm.audit()
+
+
+# Requests of several people
+
+
+def test_generate_beside_added_requests(llm: LLM) -> None:
+    llm.add_request("short", [1], GREEDY)
+    llm.add_request("aborted", [2], GREEDY)
+    llm.step()
+    llm.abort("aborted")
+    (output,) = generate(llm, [[3]], dataclasses.replace(GREEDY, max_tokens=30))
+    assert ids(output) == Oracle([3], dataclasses.replace(GREEDY, max_tokens=30)).generate()
+    assert llm.has_unfinished_requests()
+    outputs = llm.step()  # both have ended meanwhile, and each comes out once
+    assert sorted(output.request_id for output in outputs) == ["aborted", "short"]
+    found = {output.request_id: output for output in outputs}
+    assert ids(found["short"]) == Oracle([1], GREEDY).generate()
+    assert found["aborted"].outputs[0].finish_reason == "abort"
+    assert not llm.has_unfinished_requests()
+
+
+def test_generate_leaves_an_id_that_looks_like_its_own_alone(llm: LLM) -> None:
+    name = f"generate-{next(llm._ids) + 1}"
+    llm.add_request(name, [1], GREEDY)
+    generate(llm, [[2]], dataclasses.replace(GREEDY, max_tokens=1))
+    assert ids(finish(llm)[name]) == Oracle([1], GREEDY).generate()
+
+
+def test_a_refused_prompt_starts_nothing(llm: LLM) -> None:
+    llm.add_request("mine", [1], GREEDY)
+    with pytest.raises(ValueError, match=r"prompt 1: .*outside the vocabulary"):
+        generate(llm, [[1], [VOCAB]])
+    assert list(llm._engine.requests) == ["mine"]
+    assert ids(finish(llm)["mine"]) == Oracle([1], GREEDY).generate()
+
+
+def test_request_ids(llm: LLM) -> None:
+    llm.add_request("a", [1], GREEDY)
+    with pytest.raises(ValueError, match="'a' is in use"):
+        llm.add_request("a", [2], GREEDY)
+    with pytest.raises(ValueError, match="must be a string, not int"):
+        llm.add_request(7, [2], GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="'b'"):
+        llm.abort("b")
+    assert ids(finish(llm)["a"]) == Oracle([1], GREEDY).generate()
+    llm.add_request("a", [2], GREEDY)  # free again
+    llm.abort("a")
+    with pytest.raises(KeyError):
+        llm.abort("a")
+    (output,) = llm.step()
+    assert (output.outputs[0].finish_reason, ids(output)) == ("abort", [])
+    assert not llm.has_unfinished_requests()
+
+
+def test_outputs_are_snapshots(llm: LLM) -> None:
+    mock_engine.pace(llm, decode_steps=1)
+    llm.add_request("a", [1], dataclasses.replace(GREEDY, logprobs=1))
+    (first,) = llm.step()
+    before = copy.deepcopy(first.outputs)
+    finish(llm)
+    assert first.outputs == before
+
+
+# Weights
+
+
+@pytest.fixture
+def set_salt(llm: LLM) -> Iterator[Callable[..., None]]:
+    """Changes the mock's parameter, and changes it back."""
+
+    def change(salt: float, **options: Any) -> None:
+        llm.update_params({"salt": jnp.float32(salt)}, **options)
+
+    yield change
+    change(0)
+
+
+def with_old_kv(output: list[int], num_old: int) -> list[int]:
+    """Greedy output of [1, 2] that goes on from `output` with salt 3, where K and V of the first tokens have salt 0."""
+    tokens = [1, 2, *output]
+    while len(tokens) < 2 + GREEDY.max_tokens:
+        salts = [0 if place < num_old else 3 for place in range(len(tokens))]
+        tokens.append(int(np.argmax(mock_model.raw_logits(tokens, salts, 3)[-1])))
+    return tokens[2:]
+
+
+def test_other_weights(llm: LLM, set_salt: Callable[..., None]) -> None:
+    set_salt(3)
+    (output,) = generate(llm, [[1, 2]])
+    assert ids(output) == with_old_kv([], 0)
+    assert ids(output) != Oracle([1, 2], GREEDY).generate()
+
+
+@pytest.mark.parametrize(("running", "num_old"), [("recompute", 0), ("keep", 2 + 4 - 1)])
+def test_weights_of_running_requests(llm: LLM, set_salt: Callable[..., None], running: str, num_old: int) -> None:
+    mock_engine.pace(llm, decode_steps=1)
+    llm.add_request("a", [1, 2], GREEDY)
+    for _ in range(4):
+        llm.step()
+    with pytest.raises(ValueError, match="1 requests are unfinished"):
+        set_salt(3)
+    set_salt(3, running=running)
+    # The last known token has no K and V yet.
+    assert ids(finish(llm)["a"]) == with_old_kv(Oracle([1, 2], GREEDY).generate()[:4], num_old)
+    assert with_old_kv([], 0)[4:] != with_old_kv([], 5)[4:]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("params", "message"),
     [
-        ({"max_seqs": 4}, r"unknown engine options \['max_seqs'\]"),
-        ({"num_blocks": 1}, "num_blocks=1 is too small"),
-        ({"block_size": 0}, "block_size=0 is too small"),
-        ({"max_num_seqs": True}, "max_num_seqs=True is not an integer"),
-        ({"num_blocks": 9, "kv_cache_memory_bytes": 10**6}, "both size the pool"),
-        ({"kv_cache_memory_bytes": 10}, "raise kv_cache_memory_bytes"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not one of"),
-        ({"attention": "cuda"}, "attention='cuda' is not one of"),
-        ({"enable_prefix_caching": True}, "the prefix cache is not available yet"),
-        ({"num_speculative_tokens": 3}, "speculative decoding is not available yet"),
-        ({"watermark": 1.0}, "watermark=1.0 is not in"),
-        ({"memory_utilization": 0.0}, "memory_utilization=0.0 is not in"),
+        ({}, r"missing \['salt'\]"),
+        ({"salt": jnp.float32(0), "pepper": jnp.float32(0)}, r"unexpected \['pepper'\]"),
+        ({"salt": jnp.zeros(2)}, r"salt is float32\[2\]; the engine has float32\[\]"),
+        ({"salt": jnp.int32(0)}, "salt is int32"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
+def test_weights_that_do_not_match(llm: LLM, params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM.load(TINY / "llama_llama3", **options)
+        llm.update_params(params)
+    assert ids(generate(llm, [[1]])[0]) == Oracle([1], GREEDY).generate()
 
 
-def test_the_plan_is_readable(loaded: LLM) -> None:
-    text = str(loaded.plan)
-    for part in ("KV pool", "40 blocks of 16 tokens", "programs", "step[32]"):
-        assert part in text
+def test_update_params_modes(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="running='maybe'"):
+        llm.update_params({"salt": jnp.float32(0)}, running="maybe")  # type: ignore[arg-type]
+
+
+# Figures
+
+
+def test_stats_and_metrics(llm: LLM) -> None:
+    before = llm.stats()
+    llm.add_request("a", [1, 2, 3], dataclasses.replace(GREEDY, max_tokens=20))
+    llm.add_request("b", [1], dataclasses.replace(GREEDY, n=7))
+    llm.step()
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting) == (6, 2)
+    assert stats.num_free_blocks == 19 - 2 - 5
+    assert stats["kv_usage"] == pytest.approx(7 / 19)
+    assert stats.num_steps == before.num_steps + 1
+    outputs = finish(llm)
+    assert llm.stats().num_generated_tokens == before.num_generated_tokens + 20 + 7 * 12
+    assert (llm.stats().kv_usage, llm.stats().num_running) == (0.0, 0)
+    metrics = outputs["a"].metrics
+    times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
+    assert times == sorted(times)  # type: ignore[type-var]
