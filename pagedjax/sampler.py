@@ -64,7 +64,7 @@ def sample(
         token_rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     x = pad_vocab(logits, num_vocab_tokens)
     maxima = tile_maxima(x)
-    # NaN or +inf somewhere shows in a sum; not in a maximum, which lets NaN through on some backends and not on others.
+    # A NaN or +inf shows in the sum; a maximum may miss it (see vocab_tiles).
     invalid = ~jnp.all(jnp.sum(x, axis=-1) < jnp.inf)
     ruled = needs_rules(rows, positions - prompt_lens)
     random = rows.temperature >= MIN_TEMPERATURE

@@ -145,7 +145,7 @@ def _sample(
     slots = jnp.nonzero(ready, size=num_slots, fill_value=num_rows)[0].astype(jnp.int32)  # [S]
     row = jnp.minimum(slots, num_rows - 1)
     logits = model.logits(hidden[batch.query_start_loc[row + 1] - 1])  # [S, V]
-    sampling = rows.sampling.gather(row)
+    sampling = rows.sampling.gather(row).keep(slots < num_rows)  # surplus slots ask for nothing
     positions = rows.num_tokens[row]  # [S] of the token being drawn
     token_ids = sample(
         logits,
@@ -156,8 +156,7 @@ def _sample(
         num_vocab_tokens=num_vocab_tokens,
         token_rows=row,
     )
-    wanted = jnp.where(slots < num_rows, sampling.num_logprobs, NO_LOGPROBS)
-    logprobs = token_logprobs(logits, token_ids, wanted, num_vocab_tokens=num_vocab_tokens)
+    logprobs = token_logprobs(logits, token_ids, sampling.num_logprobs, num_vocab_tokens=num_vocab_tokens)
 
     # Stop ids are masked until min_tokens, so one that is drawn counts.
     is_stop = jnp.any(token_ids[:, None] == sampling.stop_ids, axis=1)

@@ -2,8 +2,9 @@
 
 A vocabulary row is tens of thousands of logits, and the first pass over it is what costs. Reducing tiles of 128 to
 their maxima is a plain reduction that every backend does fast; the largest element, and the k largest, are then looked
-for only in the tiles that can hold them. Order is (value descending, id ascending) everywhere. Inputs hold no NaN: whether one
-shows in a maximum depends on the backend.
+for only in the tiles that can hold them. Order is (value descending, id ascending) everywhere.
+
+Inputs hold no NaN: XLA's CPU backend may let one through a maximum, or lose the largest value to it.
 """
 
 from __future__ import annotations

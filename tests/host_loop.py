@@ -108,6 +108,7 @@ class Loop:
             assert oldest[0].num_computed > computed[0], "the oldest running sequence stands still"
         sampled = self.device.run(plan)
         num_free_blocks, lens = self.device.num_free_blocks, {r: s.num_computed for r, s in self.device.rows.items()}
+        assert self.scheduler.num_free_blocks <= num_free_blocks, "the bound of a plan in flight is above the truth"
         self.during()
         if plan.scheduled:
             self.scheduler.settle(num_free_blocks)

@@ -164,6 +164,10 @@ class Machine(RuleBasedStateMachine):
     def append_one(self, only: int, new: int) -> None:
         self.grow([new if row == only else 0 for row in range(NUM_ROWS)])
 
+    @rule(new=st.integers(1, 2))
+    def append_all(self, new: int) -> None:
+        self.grow([new] * NUM_ROWS)
+
     def grow(self, news: list[int]) -> None:
         before = self.table
         self.table, copies, ok = bt.append(before, jnp.array(news, jnp.int32))
@@ -217,25 +221,29 @@ class Machine(RuleBasedStateMachine):
         self.table = bt.free_outside_window(self.table, jnp.int32(window))
         self.model.slide(window)
 
+    @rule(window=st.integers(1, 3), cut=st.integers(1, 4))
+    def cut_into_what_the_window_passed(self, window: int, cut: int) -> None:
+        self.free_outside_window(window)
+        self.truncate([len(row.tokens) - cut for row in self.model.rows])
+
     @rule(picks=some_blocks, noise=st.integers(-2, NUM_BLOCKS + 1))
     def retain(self, picks: list[int], noise: int) -> None:
-        ids = [*self.pick_ids(picks[: PADDING - 1]), noise]
+        ids = [*self.pick_ids(self.model.live(), picks[: PADDING - 1]), noise]
         self.table = bt.retain(self.table, padded(ids))
         by_id = {self.ids[block]: block for block in self.model.live()}
         self.model.retained += [by_id[block_id] for block_id in ids if block_id in by_id]
 
     @rule(picks=some_blocks, noise=st.integers(-2, NUM_BLOCKS + 1))
     def drop(self, picks: list[int], noise: int) -> None:
-        ids = [*self.pick_ids(picks[: PADDING - 1]), noise]
+        ids = [*self.pick_ids(self.model.retained, picks[: PADDING - 1]), noise]
         self.table = bt.drop(self.table, padded(ids))
         for block_id in ids:
             block = next((b for b in self.model.retained if self.ids[b] == block_id), None)
             if block is not None:
                 self.model.retained.remove(block)
 
-    def pick_ids(self, picks: list[int]) -> list[int]:
-        live = self.model.live()
-        return [self.ids[live[pick % len(live)]] for pick in picks] if live else []
+    def pick_ids(self, blocks: list[Block], picks: list[int]) -> list[int]:
+        return [self.ids[blocks[pick % len(blocks)]] for pick in picks] if blocks else []
 
     @rule(rows=st.tuples(*[st.integers(-1, NUM_ROWS)] * 2), data=st.data())
     def adopt(self, rows: tuple[int, int], data: st.DataObject) -> None:
@@ -355,4 +363,4 @@ def test_table_follows_the_model() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_table_follows_the_model_for_long(block_size: int) -> None:
-    run(block_size, max_examples=150, steps=50)
+    run(block_size, max_examples=50, steps=50)

@@ -37,7 +37,8 @@ STOP_TEXT = dict(zip(STOP_IDS, ("ABC", "DEF", "G", "HI", "J"), strict=False))
         ({"stop": "DEFGHIJ"}, "ABC", 5, "DEFGHIJ"),
         ({"stop": "DEFGHIJ", "include_stop_str_in_output": True}, "ABCDEFGHIJ", 5, "DEFGHIJ"),
         ({"stop": ["nowhere", "CD", "F"]}, "AB", 2, "CD"),
-        ({"stop": "DEFX", "stop_token_ids": [STOP_IDS[1]]}, "ABCDEF", 2, STOP_IDS[1]),  # held back, then released
+        ({"stop": "DEFX", "stop_token_ids": [STOP_IDS[2]]}, "ABCDEF", 3, STOP_IDS[2]),  # held back, then released
+        ({"stop_token_ids": [STOP_IDS[2]], "include_stop_str_in_output": True}, "ABCDEFG", 3, STOP_IDS[2]),
         ({"stop": "DEFX", "max_tokens": 2}, "ABCDEF", 2, None),
         ({"stop": ["B", "H"], "min_tokens": 3}, "ABCDEFG", 4, "H"),
     ],
