@@ -1,61 +1,16 @@
-"""The block table's transitions one by one: what each promises, and the inputs that broke allocators elsewhere.
+"""What append, truncate, release, the window and defragment promise, and inputs that broke allocators elsewhere.
 
-Random sequences of all of them are in test_block_table_machine.py.
+Random sequences of all transitions are in test_block_table_machine.py.
 """
 
-import dataclasses
 import re
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_block_table import BLOCKS, PAGE, ROWS, assert_same, entries, grow, ints, mask, new, only, pairs
 
 from pagedjax import block_table as bt
-
-ROWS, WIDTH, BLOCKS, PAGE = 4, 8, 16, 4
-
-
-def new(page: int = PAGE, blocks: int = BLOCKS) -> bt.BlockTable:
-    return bt.create(blocks, page, ROWS, WIDTH)
-
-
-def ints(*values: int) -> jax.Array:
-    return jnp.array(values, jnp.int32)
-
-
-def only(row: int, value: int) -> jax.Array:
-    return jnp.zeros(ROWS, jnp.int32).at[row].set(value)
-
-
-def mask(*rows: int) -> jax.Array:
-    return jnp.zeros(ROWS, bool).at[jnp.array(rows)].set(True)
-
-
-def grow(table: bt.BlockTable, *news: int) -> bt.BlockTable:
-    table, copies, ok = bt.append(table, ints(*news))
-    assert bool(ok)
-    assert int(copies.count) == 0
-    return table
-
-
-def entries(table: bt.BlockTable, row: int) -> list[int]:
-    """The row's blocks, in order."""
-    return np.asarray(table.block_tables)[row, : -(-int(table.seq_lens[row]) // table.block_size)].tolist()
-
-
-def pairs(copies: bt.BlockCopies) -> set[tuple[int, int]]:
-    return {(int(copies.src[i]), int(copies.dst[i])) for i in range(int(copies.count))}
-
-
-def adoption(*chains: list[int]) -> jax.Array:
-    return jnp.array([chain + [0] * (WIDTH - len(chain)) for chain in chains], jnp.int32)
-
-
-def assert_same(a: Any, b: Any) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_create_frees_all_but_the_null_block() -> None:
@@ -212,72 +167,6 @@ def test_two_rows_that_share_blocks_are_released_at_once() -> None:
     assert int(after.num_free_blocks) == 14
 
 
-def test_fork_reads_all_parents_before_it_writes() -> None:
-    table = grow(new(), 5, 14, 1, 0)
-    before = [entries(table, row) for row in range(ROWS)]
-    swapped = bt.fork(table, ints(1, 0, -1, 2))
-    bt.check(swapped)
-    assert [entries(swapped, row) for row in range(ROWS)] == [before[1], before[0], before[2], before[2]]
-    assert swapped.seq_lens.tolist() == [14, 5, 1, 1]
-    assert_same(bt.fork(table, ints(0, -1, 4, -9)), table)
-
-
-def test_fork_of_an_empty_row_empties() -> None:
-    table = bt.fork(grow(new(), 3, 8, 0, 0), ints(-1, 2, -1, -1))
-    bt.check(table)
-    assert table.seq_lens.tolist() == [3, 0, 0, 0]
-
-
-def test_adopt_replaces_what_the_row_held() -> None:
-    table = grow(new(), 8, 3, 0, 0)
-    cached = entries(table, 0)
-    table = bt.adopt(table, ints(1, -1), adoption(cached, []), ints(8, 0))
-    bt.check(table)
-    assert entries(table, 1) == cached
-    assert int(table.num_free_blocks) == 13
-
-
-def test_a_block_that_only_changes_rows_is_not_freed_between() -> None:
-    table = grow(new(), 8, 4, 0, 0)
-    first, second = entries(table, 0), entries(table, 1)
-    table = bt.adopt(table, ints(0, 1), adoption(second + first[::-1], first), ints(12, 8))
-    bt.check(table)
-    assert [entries(table, 0), entries(table, 1)] == [second + first[::-1], first]
-
-
-def test_adoptions_that_make_no_sense_are_left_out() -> None:
-    table = grow(new(), 8, 5, 0, 0)
-    a, b = entries(table, 0)
-    free = int(table.free_blocks[0])
-    for chain, length in [([a, free], 8), ([a, 0], 8), ([a, -1], 7), ([a, BLOCKS], 7), ([a, b], 33), ([a, b], -1)]:
-        assert_same(bt.adopt(table, ints(1, -1), adoption(chain, []), ints(length, 0)), table)
-    assert_same(bt.adopt(table, ints(ROWS, -1), adoption([a], []), ints(4, 0)), table)
-    twice = bt.adopt(table, ints(2, 2), adoption([a], [b]), ints(4, 1))
-    bt.check(twice)
-    assert entries(twice, 2) == [b]
-
-
-def test_retain_and_drop_count_and_ignore_what_is_not_there() -> None:
-    table = grow(new(), 8, 0, 0, 0)
-    a, b = entries(table, 0)
-    free = int(table.free_blocks[0])
-    table = bt.retain(table, ints(a, a, b, free))
-    bt.check(table, [a, a, b])
-    assert_same(bt.retain(table, ints(0, -1, BLOCKS, free)), table)
-    table = bt.release(table, mask(0))
-    bt.check(table, [a, a, b])
-    assert int(table.num_free_blocks) == 13
-    table = bt.drop(table, ints(b, b, b, a))
-    bt.check(table, [a])
-    assert int(table.num_free_blocks) == 14
-    assert_same(bt.drop(table, ints(0, -1, BLOCKS, b)), table)
-
-
-def test_a_drop_never_takes_a_rows_block() -> None:
-    table = grow(new(), 8, 0, 0, 0)
-    assert_same(bt.drop(table, ints(*entries(table, 0), 0, 0)), table)
-
-
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 17, 32])
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 8, 2**31 - 1, 0, -1])
 def test_window_keeps_what_later_queries_see(window: int, length: int) -> None:
@@ -304,7 +193,7 @@ def test_a_tail_the_window_gave_back_is_copied_from_the_null_block() -> None:
 
 def test_defragment_moves_used_blocks_to_the_front() -> None:
     table = bt.fork(grow(new(), 12, 12, 12, 0), ints(-1, -1, -1, 2))
-    held = entries(table, 1)[0]
+    held = entries(table, 1)[1]
     table = bt.release(bt.retain(table, ints(held, held, 0, 0)), mask(0, 1))
     chain = entries(table, 2)
     after, copies = bt.defragment(table)
@@ -317,31 +206,6 @@ def test_defragment_moves_used_blocks_to_the_front() -> None:
     again, none = bt.defragment(after)
     assert_same(again, after)
     assert int(none.count) == 0
-
-
-def test_full_hit_copies_the_shared_block() -> None:
-    """Page 4, a prompt of 8 tokens twice: the second run computes its last token again, in a block of its own."""
-    table = grow(new(), 8, 0, 0, 0)
-    cached = entries(table, 0)
-    table = bt.release(bt.retain(table, ints(*cached, 0, 0)), mask(0))
-    table = bt.adopt(table, ints(1, -1), adoption(cached, []), ints(7, 0))
-    table, copies, _ = bt.append(table, only(1, 1))
-    assert pairs(copies) == {(cached[1], entries(table, 1)[1])}
-    assert entries(table, 1)[0] == cached[0]
-    table = bt.release(table, mask(1))
-    bt.check(table, cached)
-    assert int(table.num_free_blocks) == 13
-
-
-def test_a_preempted_row_hits_its_own_old_blocks() -> None:
-    """Page 4, preempted at 5 tokens: 4 are cached; the next token goes into a new block, with nothing to copy."""
-    table = grow(new(), 5, 0, 0, 0)
-    cached = entries(table, 0)[0]
-    table = bt.release(bt.retain(table, ints(cached, 0, 0, 0)), mask(0))
-    table = grow(bt.adopt(table, ints(0, -1), adoption([cached], []), ints(4, 0)), 1, 0, 0, 0)
-    bt.check(table, [cached])
-    assert entries(table, 0)[0] == cached
-    assert len(set(entries(table, 0))) == 2
 
 
 def test_a_request_that_can_never_fit_fails_and_leaves_the_pool() -> None:
@@ -390,116 +254,3 @@ def test_loops_turn_as_often_as_needed() -> None:
     slid = bt.free_outside_window(cut, 10)
     bt.check(slid)
     assert int(slid.num_free_blocks) == 999 - 10 - 10 - 10
-
-
-def scenario(table: bt.BlockTable) -> list[Any]:
-    """Every transition once, the table passed on."""
-    seen: list[Any] = []
-    table, copies, ok = bt.append(table, ints(5, 8, 0, 1))
-    seen += [table, copies, ok]
-    table = bt.retain(table, jnp.concatenate([table.block_tables[1, :3], ints(0)]))
-    seen.append(table)
-    table = bt.fork(table, ints(-1, -1, 0, 1))
-    seen.append(table)
-    table, copies, ok = bt.append(table, ints(1, 0, 1, 2))
-    seen += [table, copies, ok]
-    table = bt.release(bt.truncate(table, ints(3, 7, 9, 9)), mask(0))
-    seen.append(table)
-    table = bt.adopt(table, ints(0, -1), table.block_tables[1:3], ints(5, 0))
-    seen.append(table)
-    table = bt.drop(bt.free_outside_window(table, jnp.int32(2)), jnp.concatenate([table.block_tables[1, :3], ints(0)]))
-    seen.append(table)
-    return [*seen, *bt.defragment(table)]
-
-
-def test_dtypes_are_strict() -> None:
-    with jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(scenario, bt.create(BLOCKS + 1, PAGE, ROWS, WIDTH))
-
-
-def test_jit_equals_eager() -> None:
-    """The fast sample: the transition with the fewest operations that still counts, copies and frees."""
-    table = bt.retain(grow(new(), 8, 0, 0, 0), ints(1, 1, 2, 0))
-    jitted = bt.drop(table, ints(1, 1, 2, 2))
-    with jax.disable_jit():
-        eager = bt.drop(table, ints(1, 1, 2, 2))
-    assert_same(jitted, eager)
-
-
-@pytest.mark.slow
-def test_jit_equals_eager_for_every_transition() -> None:
-    jitted = jax.jit(scenario)(new())
-    with jax.disable_jit():
-        eager = scenario(new())
-    assert_same(jitted, eager)
-    assert bool(jitted[2])
-    assert bool(jitted[7])
-
-
-def short_step(table: bt.BlockTable, n: jax.Array, ids: jax.Array, chains: jax.Array) -> Any:
-    table, copies, ok = bt.append(bt.release(table, n > 5), n)
-    return bt.truncate(table, n), copies, ok
-
-
-def long_step(table: bt.BlockTable, n: jax.Array, ids: jax.Array, chains: jax.Array) -> Any:
-    table = bt.drop(bt.release(table, n > 5), ids)
-    table = bt.fork(bt.adopt(table, ids, chains, ids), n)
-    table, copies, ok = bt.append(table, n)
-    table = bt.retain(bt.truncate(table, n), ids)
-    return bt.free_outside_window(table, n[0]), copies, ok
-
-
-@pytest.mark.parametrize("step", [short_step, pytest.param(long_step, marks=pytest.mark.slow)])
-def test_a_donated_table_is_updated_in_place(step: Any) -> None:
-    """Several transitions in one program, whose temporaries have no room for a copy of the pool's or table's arrays."""
-    table = bt.create(65536, 16, 64, 512)
-    smallest = min(table.block_tables.nbytes, table.ref_counts.nbytes, table.free_blocks.nbytes)
-    args = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), jnp.zeros((8, 512), jnp.int32)
-    program = jax.jit(step, donate_argnums=0).lower(table, *args).compile()
-    memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(table))
-    assert memory.temp_size_in_bytes < smallest
-    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(table)]
-    after, _, _ = program(table, *args)
-    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)] == places
-
-
-CORRUPTIONS = {
-    "ref count too high": ("ref_counts", (1,), 3, "block 1 has ref count 3, but 2 table entries and 0 retained"),
-    "a lost block": ("ref_counts", (1,), 0, "block 1 has ref count 0 and is not on the free stack"),
-    "free twice": ("free_blocks", (0,), 14, "block 14 is on the free stack 2 times"),
-    "free and held": ("free_blocks", (0,), 2, "block 2 is on the free stack with ref count"),
-    "null block free": ("free_blocks", (0,), 0, "block 0 is on the free stack"),
-    "null block held": ("ref_counts", (0,), 1, "block 0 has ref count 1"),
-    "retained unknown": ("retain_counts", (2,), 1, "block 2 is retained 1 times in the table, but 0 times"),
-    "negative length": ("seq_lens", (3,), -1, "row 3 has -1 tokens; it can have 0 to 32"),
-    "too long": ("seq_lens", (3,), 33, "row 3 has 33 tokens"),
-    "length past the blocks": ("seq_lens", (0,), 17, "row 0, entry 3, is the null block between others"),
-    "length short of the blocks": ("seq_lens", (0,), 4, "row 0, entry 1, is block"),
-    "entry outside the pool": ("block_tables", (0, 1), 16, "row 0, entry 1, is block 16; the pool has 16"),
-    "null between": ("block_tables", (0, 1), 0, "row 0, entry 1, is the null block between others"),
-    "count past the stack": ("num_free_blocks", (), 16, "num_free_blocks is 16"),
-}
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_check_says_what_is_wrong(name: str) -> None:
-    field, at, value, message = CORRUPTIONS[name]
-    table = bt.fork(grow(new(), 12, 6, 0, 0), ints(-1, -1, 0, -1))
-    bt.check(table)
-    broken = np.array(getattr(table, field))
-    broken[at] = value
-    with pytest.raises(bt.BlockTableError, match=re.escape(message)):
-        bt.check(dataclasses.replace(table, **{field: jnp.asarray(broken)}))
-
-
-def test_check_compares_with_what_the_caller_retained() -> None:
-    table = bt.retain(grow(new(), 8, 0, 0, 0), ints(1, 1, 0, 0))
-    bt.check(table, retained=[1, 1])
-    for retained, message in [
-        ((), "2 times in the table, but 0"),
-        ([1], "but 1 times"),
-        ([1, 1, 99], "names block 99"),
-    ]:
-        with pytest.raises(bt.BlockTableError, match=message):
-            bt.check(table, retained=retained)
