@@ -104,8 +104,8 @@ class Engine:
         outputs, self._ended = self._ended, []
         if not self.requests:
             return outputs
-        plan = self.scheduler.schedule()
         try:
+            plan = self.scheduler.schedule()
             if plan.scheduled:
                 result = self.runner.run(plan)
                 if not result.ok:
@@ -198,6 +198,8 @@ class Engine:
                 metrics.first_scheduled_time = now
             if sequence.epoch == part.epoch:
                 sequence.num_computed = int(result.seq_lens[row])
+                if sequence.num_computed < part.first_position + part.num_tokens:
+                    raise RuntimeError(f"row {row} did not advance: the device holds its sequence for ended")
                 self._take_prompt_logprobs(part, result, start)
                 if self._take_tokens(row, sequence, result):
                     metrics.first_token_time = metrics.first_token_time or now

@@ -47,7 +47,7 @@ class Problem:
         }
         return tuple((fields | changes).values())
 
-    def run(self, implementation: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, implementation: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         out, lse = paged_attention(
             *self.arguments(), layer=self.layer, return_lse=True, implementation=implementation, **options
         )
@@ -147,7 +147,7 @@ def make(
     return Problem(q, keys, values, query_lens, kv_pages, tables, layer)
 
 
-def assert_close(problem: Problem, implementation: str, **options: Any) -> None:
+def assert_close(problem: Problem, implementation: Any, **options: Any) -> None:
     """Compares out and LSE with the oracle, in the tolerance of the pool's dtype."""
     tolerance = TOLERANCE[problem.kv_pages.dtype.name]
     expected_out, expected_lse = problem.expected(**{k: v for k, v in options.items() if k != "max_query_len"})

@@ -5,7 +5,7 @@ A row is a list of block objects and a list of tokens; a holder is an appearance
 
 import dataclasses
 
-NUM_ROWS, MAX_BLOCKS, NUM_BLOCKS = 4, 5, 14
+NUM_ROWS, MAX_BLOCKS, NUM_BLOCKS = 4, 5, 18
 LOST = -1  # what the null block's slots hold: a token a sliding window gave back reads as this
 
 

@@ -15,6 +15,7 @@ from mock_engine import GREEDY, SEEDED, finish, generate, ids
 from mock_model import VOCAB, Oracle
 
 from pagedjax import LLM, SamplingParams
+from pagedjax.plan import NO_TOKEN, StepPlan, StepResult
 
 LAST = VOCAB - 1
 PROMPTS = ([7], [1, 2, 3], [4] * 10, [9, 8, 7, 6, 5])
@@ -161,6 +162,25 @@ def test_ignore_eos_runs_on(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == ([5], "stop", 5)
 
 
+def test_a_row_that_ends_sits_the_other_inner_steps_out(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    run, results = llm._runner.run, []
+
+    def keep(plan: StepPlan) -> StepResult:
+        results.append(run(plan))
+        return results[-1]
+
+    monkeypatch.setattr(llm._runner, "run", keep)
+    expected = Oracle([1], GREEDY).generate()
+    end = next(place for place, token in enumerate(expected) if place > 1 and token not in expected[:place])
+    assert end < 7
+    (output,) = generate(llm, [[1]], dataclasses.replace(GREEDY, stop_token_ids=[expected[end]]))
+    assert ids(output) == expected[: end + 1]
+    (result,) = results
+    (row,) = np.flatnonzero(result.seq_lens)
+    assert result.seq_lens[row] == 1 + end  # the last token is never computed
+    assert result.tokens[:, row].tolist() == [*expected[: end + 1], *[NO_TOKEN] * (7 - end)]
+
+
 def test_padding_of_the_vocabulary_is_never_drawn(llm: LLM) -> None:
     for params in (GREEDY, SamplingParams(temperature=5.0, seed=1, max_tokens=30, logprobs=20)):
         (output,) = generate(llm, [[1]], params)
@@ -257,14 +277,14 @@ def test_logprobs(llm: LLM, params: SamplingParams) -> None:
     assert finish(llm)["plain"].outputs[0].logprobs is None
 
 
-@pytest.mark.parametrize("budget", [2, 3, 5])
+@pytest.mark.parametrize("budget", [3, 5, 32])
 def test_prompt_logprobs_in_chunks_and_after_preemption(llm: LLM, budget: int) -> None:
     mock_engine.pace(llm, budget=budget)
-    prompt = list(range(3, 20))
-    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2)
+    prompt = [*range(VOCAB), 7, 9]  # more than the places of a step, so that one is full
+    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2)
     llm.add_request("a", prompt, params)
     llm.add_request("b", prompt[::-1], params)
-    for _ in range(4):
+    for _ in range(2):
         llm.step()
     llm._engine.scheduler.preempt_all()
     outputs = finish(llm)

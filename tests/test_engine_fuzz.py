@@ -133,7 +133,6 @@ def drive(
     mock_engine.pace(llm)
     assert set(llm._runner.compiled) <= set(llm.plan.programs)
     assert driver.num_doubtful < 0.05 * driver.num_tokens
-    print(driver.num_tokens, driver.num_doubtful)
     assert llm.stats().num_preemptions - before > len(driver.params) // 20
     reasons = [sample.finish_reason for output in driver.ended.values() for sample in output.outputs]
     assert {*reasons} == {"stop", "length", "abort"}
