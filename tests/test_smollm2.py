@@ -63,12 +63,13 @@ def test_stream_is_the_whole_text(smollm2: LLM) -> None:
 
 
 def test_chunks_of_sixteen_and_a_pool_that_preempts(smollm2_path: pathlib.Path) -> None:
-    """The pool holds the longest request and little beside it; one fixed shape, so one program serves every step."""
+    """The longest request comes first and the pool has little beside it, so the others have to give way to it."""
     llm = LLM.load(
         smollm2_path, max_num_seqs=4, max_num_batched_tokens=16, num_blocks=46, max_model_len=704, batch_invariant=True
     )
-    outputs = llm.generate([r["prompt_token_ids"] for r in REFERENCE], PARAMS, use_tqdm=False)
-    for output, reference in zip(outputs, REFERENCE, strict=True):
+    references = sorted(REFERENCE, key=lambda r: -len(r["prompt_token_ids"]))
+    outputs = llm.generate([r["prompt_token_ids"] for r in references], PARAMS, use_tqdm=False)
+    for output, reference in zip(outputs, references, strict=True):
         assert_matches(output, reference)
     assert llm.stats().num_preemptions > 0
     assert llm.stats().num_compiled_programs == 2
