@@ -160,20 +160,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., E]."""
         if self.config.tie_word_embeddings:
-            return jnp.einsum(
-                "...e,ve->...v",
-                hidden,
-                self.embed.embedding[...],
-                precision=_PRECISION,
-                preferred_element_type=jnp.float32,
-            )
-        return jnp.einsum(
-            "...e,ev->...v",
-            hidden,
-            self.lm_head.kernel[...],
-            precision=_PRECISION,
-            preferred_element_type=jnp.float32,
-        )
+            product, head = "...e,ve->...v", self.embed.embedding[...]
+        else:
+            product, head = "...e,ev->...v", self.lm_head.kernel[...]
+        return jnp.einsum(product, hidden, head, precision=_PRECISION, preferred_element_type=jnp.float32)
 
     def _run(
         self,

@@ -24,6 +24,7 @@ from pagedjax.engine import Engine
 from pagedjax.engine_config import EngineConfig
 from pagedjax.loaders import load_checkpoint, load_tokenizer
 from pagedjax.memory import num_pool_blocks
+from pagedjax.outbox import Outbox
 from pagedjax.outputs import RequestOutput
 from pagedjax.params import param_dtype, place_params
 from pagedjax.prompts import Prompt, at_index, match_params, parse_prompt, parse_prompts
@@ -104,8 +105,7 @@ class LLM:
             end_ids={*end_ids, *eos_ids},
             seed=config.seed,
         )
-        self._unclaimed: list[RequestOutput] = []  # for the next `step`
-        self._claimed: dict[str, RequestOutput | None] = {}  # of `generate` and `stream`: the latest not yet taken
+        self._outbox = Outbox(self._engine)
         self._ids = itertools.count()
 
     @classmethod
@@ -229,9 +229,7 @@ class LLM:
         Returns:
             The requests that got tokens or ended, as they stand; finished ones come once more and then never again.
         """
-        self._step()
-        outputs, self._unclaimed = self._unclaimed, []
-        return outputs
+        return self._outbox.take_unclaimed()
 
     def abort(self, request_id: str) -> None:
         """Ends a request now; its output so far comes out of the next `step` with finish_reason "abort".
@@ -243,7 +241,7 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do or to hand out."""
-        return bool(self._unclaimed) or self._engine.has_unfinished()
+        return self._outbox.has_unclaimed or self._engine.has_unfinished()
 
     # Weights, memory, figures
 
@@ -310,14 +308,14 @@ class LLM:
         params = match_params(sampling_params, len(prompts))
         ids = [self._new_id("generate") for _ in prompts]
         done: dict[str, RequestOutput] = {}
-        self._claimed |= dict.fromkeys(ids)
+        box = self._outbox.claim(ids)
         try:
             for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
                 at_index(index, self._engine.add, request_id, prompt.text, prompt.token_ids, params[index])
             with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
                 self._runner.on_compile = lambda name: bar.set_description(f"compiling {name}")
                 while len(done) < len(ids):
-                    for output in self._own_outputs(ids):
+                    for output in self._outbox.take(box):
                         if output.finished:
                             done[output.request_id] = output
                             bar.update()
@@ -325,48 +323,23 @@ class LLM:
                     bar.set_postfix(self._progress(), refresh=False)
         finally:
             self._runner.on_compile = _quiet
-            self._drop(ids)
+            self._outbox.give_up(ids)
         return [done[request_id] for request_id in ids]
 
     def _stream(self, request_id: str) -> Iterator[str]:
         shown = 0
         finished = False
-        self._claimed[request_id] = None
+        box = self._outbox.claim([request_id])
         try:
             yield ""
             while not finished:
-                for output in self._own_outputs([request_id]):
+                for output in self._outbox.take(box):
                     text, finished = output.outputs[0].text, output.finished
                     if len(text) > shown:
                         yield text[shown:]
                         shown = len(text)
         finally:
-            self._drop([request_id])
-
-    def _step(self) -> None:
-        """One step. Its outputs wait for whoever the requests belong to; a newer one replaces an unfinished older."""
-        outputs = self._engine.step()
-        newer = {output.request_id for output in outputs}
-        self._unclaimed = [old for old in self._unclaimed if old.finished or old.request_id not in newer]
-        for output in outputs:
-            if output.request_id in self._claimed:
-                self._claimed[output.request_id] = output
-            else:
-                self._unclaimed.append(output)
-
-    def _own_outputs(self, ids: Sequence[str]) -> list[RequestOutput]:
-        """The latest outputs of these requests; takes a step if there are none."""
-        if not any(self._claimed[request_id] for request_id in ids):
-            self._step()
-        own = [output for request_id in ids if (output := self._claimed[request_id])]
-        self._claimed |= dict.fromkeys(ids)
-        return own
-
-    def _drop(self, ids: Sequence[str]) -> None:
-        """Takes back what an interrupted call has left behind."""
-        for request_id in ids:
-            self._claimed.pop(request_id, None)
-            self._engine.discard(request_id)
+            self._outbox.give_up([request_id])
 
     def _progress(self) -> dict[str, str]:
         stats = self.stats()
