@@ -30,8 +30,9 @@ class EngineConfig:
         num_speculative_tokens: must be 0; speculative decoding is not available yet.
         watermark: share of the blocks kept free when a sequence is admitted beside running ones.
         enable_prefix_caching: must be False; the prefix cache is not available yet.
-        batch_invariant: compute every step in one fixed shape, so that a request's logits are the same bits whatever
-            runs beside it. Slower.
+        batch_invariant: compute every step in one fixed shape, so that matrix products give the same bits whatever runs
+            beside a request. Slower. What remains: attention takes a single token by another path than a chunk, so
+            where a prompt is split or recomputed differently the last bit of a logit can still differ.
         strict_compile: raise when a program is needed that `warmup` has not compiled.
         mesh: must be None; sharded engines are not available yet.
         attention: implementation of `pallas_kernels.paged_attention`; None picks by platform.

@@ -145,3 +145,10 @@ def test_the_plan_is_readable(loaded: LLM) -> None:
     text = str(loaded.plan)
     for part in ("KV pool", "40 blocks of 16 tokens", "programs", "step[32]"):
         assert part in text
+
+
+def test_one_shape_gives_the_same_bits_whoever_runs_beside(loaded: LLM, prompt: list[int]) -> None:
+    prompts = [prompt[:5], prompt[3:12], prompt[8:20], prompt[:9]]
+    alone = [loaded.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].logprobs for p in prompts]
+    together = [output.outputs[0].logprobs for output in loaded.generate(prompts, GREEDY, use_tqdm=False)]
+    assert together == alone

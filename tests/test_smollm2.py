@@ -10,9 +10,12 @@ import json
 import pathlib
 from typing import Any
 
+import hf_files
 import pytest
 
 from pagedjax import LLM, RequestOutput, SamplingParams
+from pagedjax.loaders import gguf
+from pagedjax.text import Tokenizer
 
 REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["prompts"]
 MARGIN = 1e-3
@@ -74,6 +77,19 @@ def test_chunks_of_sixteen_and_a_pool_that_preempts(smollm2_path: pathlib.Path) 
     assert llm.stats().num_preemptions > 0
     assert llm.stats().num_compiled_programs == 2
     llm.audit()
+
+
+@pytest.mark.slow
+def test_from_a_hugging_face_folder(smollm2_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The same weights as three safetensors shards, with the tokenizer's files beside them."""
+    config, params = gguf.load(smollm2_path)
+    hf_files.write_llama(tmp_path, config, params, num_shards=3)
+    Tokenizer.from_gguf(smollm2_path).save(tmp_path)
+    llm = LLM.load(tmp_path, max_num_seqs=8, max_num_batched_tokens=64, batch_invariant=True)
+    prompts = [r["prompt_text"] for r in REFERENCE]
+    for output, reference in zip(llm.generate(prompts, PARAMS, use_tqdm=False), REFERENCE, strict=True):
+        assert output.prompt_token_ids == reference["prompt_token_ids"]
+        assert_matches(output, reference)
 
 
 @pytest.mark.slow
