@@ -122,7 +122,7 @@ class Engine:
         self._failures = 0
         outputs += [self._close(request) for request in touched]
         if not self.requests:
-            self._flush()
+            self._flush(outputs)
         return outputs
 
     def audit(self) -> None:
@@ -243,10 +243,19 @@ class Engine:
             del self.requests[request.request_id]
         return request.output()
 
-    def _flush(self) -> None:
-        """Gives the blocks of the last rows back, for which no further step would come."""
-        if self.scheduler.has_releases:
+    def _flush(self, outputs: Iterable[RequestOutput] = ()) -> None:
+        """Gives the blocks of the last rows back, for which no further step would come.
+
+        If that fails, `outputs` that were about to be handed out come out of the next `step`.
+        """
+        if not self.scheduler.has_releases:
+            return
+        try:
             self.runner.change_rows(self.scheduler.schedule())
+        except BaseException as error:
+            self._ended = [*outputs, *self._ended]
+            self._recover(error)
+            raise
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step: fresh device state, and every running request starts over from its tokens.

@@ -15,6 +15,8 @@ from pagedjax.vocab_tiles import pad_vocab, tile_maxima, top_k
 
 # Dimensions: S sample rows, V token ids, k alternatives.
 
+_LEAST = jnp.finfo(jnp.float32).min  # of a token without any probability: sums and JSON take no infinity
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,8 @@ def token_logprobs(
         k: Columns of alternatives.
 
     Returns:
-        TokenLogprobs.
+        TokenLogprobs, finite. Tokens without any probability are no alternatives; a row's own token that has none gets
+        the least float32.
     """
     num_rows = logits.shape[0]
     no_top = (jnp.full((num_rows, k), NO_TOKEN, jnp.int32), jnp.zeros((num_rows, k), jnp.float32))
@@ -51,15 +54,17 @@ def token_logprobs(
         x = clean(pad_vocab(logits, num_vocab_tokens))
         maxima = tile_maxima(x)
         largest = jnp.max(maxima, axis=-1, keepdims=True)
+        largest = jnp.where(largest > -jnp.inf, largest, jnp.float32(0))  # a row of nothing else
         log_sum = largest + jnp.log(jnp.sum(jnp.exp(x - largest), axis=-1, keepdims=True))  # [S, 1]
 
         def alternatives() -> tuple[jax.Array, jax.Array]:
             values, ids = top_k(x, maxima, k)
-            real = ids < num_vocab_tokens
+            real = (ids < num_vocab_tokens) & (values > -jnp.inf)
             return jnp.where(real, ids, NO_TOKEN), jnp.where(real, values - log_sum, jnp.float32(0))
 
         top_ids, top = lax.cond(jnp.any(num_logprobs > 0), alternatives, lambda: no_top)
         token = jnp.take_along_axis(x, token_ids[:, None], axis=-1) - log_sum
+        token = jnp.where(jnp.isfinite(token), token, _LEAST)
         return TokenLogprobs(token=token[:, 0], top_ids=top_ids, top=top)
 
     def unwanted() -> TokenLogprobs:

@@ -173,3 +173,23 @@ def test_a_tokenizer_that_fails_at_the_end(monkeypatch: pytest.MonkeyPatch, llm:
     (output,) = llm.step()
     assert output.outputs[0].finish_reason == "error"
     llm.audit()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("fire"), KeyboardInterrupt()], ids=["after donation", "before"])
+def test_giving_back_the_last_rows_fails(monkeypatch: pytest.MonkeyPatch, llm: LLM, error: BaseException) -> None:
+    program, calls = llm._runner._program("rows"), iter([True, False])  # the admission, then the last release
+
+    def broken(*args: Any) -> Any:
+        if next(calls, True):
+            return program(*args)
+        if isinstance(error, RuntimeError):
+            program(*args)  # consumes the donated table
+        raise error
+
+    monkeypatch.setitem(llm._runner._programs, "rows", broken)
+    llm.add_request("a", [1], dataclasses.replace(GREEDY, max_tokens=1))
+    with pytest.raises(type(error)):
+        llm.step()
+    assert ids(finish(llm)["a"]) == Oracle([1], GREEDY).generate()[:1]  # not lost
+    llm.audit()
+    assert ids(generate(llm, [[2]])[0]) == Oracle([2], GREEDY).generate()

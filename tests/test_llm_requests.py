@@ -248,3 +248,16 @@ def test_stats_and_metrics(llm: LLM) -> None:
     metrics = outputs["a"].metrics
     times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
     assert times == sorted(times)  # type: ignore[type-var]
+
+
+def test_what_model_and_tokenizer_say_is_united() -> None:
+    class Small(Pieces):
+        eos_ids, vocab_size = (5,), 30
+
+    model = mock_model.MockDecoder()
+    model.config = dataclasses.replace(mock_model.CONFIG, num_tokens=None)  # 40 rows, padding unnamed
+    llm = LLM(model, None, Small(), end_ids=[7], **mock_engine.OPTIONS)
+    assert llm._engine.end_ids == {5, 7}
+    assert (llm._engine.vocab_size, llm._runner._num_vocab_tokens) == (30, 30)
+    with pytest.raises(ValueError, match="ids go from 0 to 29"):
+        llm.add_request("a", [30])

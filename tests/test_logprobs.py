@@ -58,7 +58,8 @@ def test_a_small_vocabulary_and_extreme_logits() -> None:
     tokens = np.zeros(NUM_ROWS, np.int32)
     found = jax.tree.map(np.asarray, LOGPROBS(logits, tokens, np.full(NUM_ROWS, 20, np.int32), num_vocab_tokens=5))
     assert (found.top_ids[:, 5:] == NO_TOKEN).all()
-    np.testing.assert_array_equal(np.sort(found.top_ids[:, :5], axis=-1), np.tile(np.arange(5), (NUM_ROWS, 1)))
+    np.testing.assert_array_equal(np.sort(found.top_ids[:4, :5], axis=-1), np.tile(np.arange(5), (4, 1)))
+    np.testing.assert_array_equal(found.top_ids[4, :5], [0, 2, 3, 4, NO_TOKEN])  # NaN: without any probability
     np.testing.assert_allclose(found.token, [-np.log(5), -1e30, -np.finfo(np.float32).max, -500, -np.log(4)], rtol=1e-6)
 
 
@@ -72,3 +73,14 @@ def test_bfloat16_and_eager() -> None:
         np.testing.assert_array_equal(low.top_ids, other.top_ids)
         np.testing.assert_allclose(low.token, other.token, rtol=1e-6)
     assert low.token.dtype == low.top.dtype == jnp.float32
+
+
+def test_no_infinity_comes_back() -> None:
+    logits = np.zeros((NUM_ROWS, 7), np.float32)
+    logits[:, 1] = [-np.inf, np.nan, -np.inf, -np.inf, -np.inf]
+    logits[4] = np.nan
+    tokens, wanted = np.ones(NUM_ROWS, np.int32), np.full(NUM_ROWS, 20, np.int32)
+    found = jax.tree.map(np.asarray, LOGPROBS(logits, tokens, wanted, num_vocab_tokens=5))
+    assert np.isfinite(found.top).all()
+    assert np.isfinite(found.token).all()
+    assert (found.top_ids[:4, :5] == [0, 2, 3, 4, NO_TOKEN]).all()

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -271,3 +272,14 @@ def test_metadata_that_was_damaged(tmp_path, saved):
 def test_a_dtype_that_is_no_float_is_refused(saved, dtype):
     with pytest.raises(ValueError, match=r"dtype is int32; parameters can be|'floaty' is not a dtype"):
         orbax.load(saved, dtype=dtype)
+
+
+def test_a_key_missing_from_the_checkpoint_names_itself(tmp_path: pathlib.Path) -> None:
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    orbax.save(tmp_path / "c", config, random_params(config))
+    path = tmp_path / "c" / "pagedjax.json"
+    content = json.loads(path.read_text())
+    content["config"]["tie_word_embeddings"] = False
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"lack lm_head\.kernel"):
+        orbax.load(tmp_path / "c")

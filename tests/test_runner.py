@@ -57,3 +57,25 @@ def test_each_step_takes_the_least_program_that_holds_it(
             llm.step()
         llm._engine.discard("a")
         assert names.pop() == f"step[{min(size for size in ladder if size >= total)}]"
+
+
+def test_every_size_up_to_a_budget_of_317_has_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"max_num_batched_tokens": 317, "max_num_seqs": 8, "num_blocks": 200, "batch_invariant": False}
+    llm = LLM(mock_model.MockDecoder(), **mock_engine.OPTIONS | sizes)
+    names: list[str] = []
+
+    def stop(name: str) -> Any:
+        names.append(name)
+        raise KeyboardInterrupt  # no failure: nothing ends with "error"
+
+    monkeypatch.setattr(llm._runner, "change_rows", lambda plan: None)
+    monkeypatch.setattr(llm._runner, "_program", stop)
+    for total in (1, 4, 5, 16, 17, 63, 64, 65, 255, 256, 257, 316, 317):
+        starts = range(0, total, 47)
+        for start in starts:
+            llm.add_request(str(start), [1] * min(47, total - start), SamplingParams(max_tokens=1))
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+        for start in starts:
+            llm._engine.discard(str(start))
+        assert names.pop() == f"step[{min(s for s in llm.config.token_ladder if s >= total)}]"

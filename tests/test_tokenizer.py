@@ -369,3 +369,30 @@ class TestUsersTokenizers:
         assert tokenizer is not None
         with pytest.raises(ValueError, match=r"Wrong returned .*expected a list of token ids"):
             tokenizer.encode("hi")
+
+    def test_a_begin_token_is_not_added_twice(self) -> None:
+        class Adding:
+            bos_token_id = 1
+
+            def encode(self, text: str) -> list[int]:
+                return [1, *[1] * text.startswith("<s>"), *text.removeprefix("<s>").encode()]
+
+            def decode(self, token_ids: Any) -> str:
+                return bytes(token_ids).decode()
+
+            def apply_chat_template(self, messages: Any, add_generation_prompt: bool = True) -> str:
+                return "<s>" + messages[0]["content"]
+
+        tokenizer = as_tokenizer(Adding())
+        assert tokenizer is not None
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == [1, *b"Hi"]
+        assert tokenizer.encode("<s>Hi") == tokenizer.encode("Hi") == [1, *b"Hi"]
+
+
+def test_one_token_may_begin_and_end(tmp_path: Path) -> None:
+    config = {"bos_token": EOS, "eos_token": EOS}
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path / "a", tokenizer_config=config))
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (id_of(EOS), (id_of(EOS),))
+    assert tokenizer.encode("hi") == list(b"hi")
+    adding = Tokenizer.from_folder(make_folder(tmp_path / "b", tokenizer_config={**config, "add_bos_token": True}))
+    assert adding.encode("hi") == adding.encode(f"{EOS}hi") == [id_of(EOS), *b"hi"]

@@ -53,9 +53,14 @@ class AdaptedTokenizer:
         self.vocab_size = self._find_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises ValueError where the user's tokenizer returns something else."""
+        """Token ids of a text, with one begin token at most.
+
+        Raises:
+            ValueError: the user's tokenizer returns something else.
+        """
         options = {"add_special_tokens": add_special_tokens} if self._encode_options else {}
-        return _as_ids(self.tokenizer.encode(text, **options), self.tokenizer)
+        ids = _as_ids(self.tokenizer.encode(text, **options), self.tokenizer)
+        return ids[1:] if self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids. A tokenizer that cannot skip special tokens itself has them taken out first."""
