@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedjax import block_table, row_sampling
 from pagedjax.outputs import FinishReason, RequestMetrics, RequestOutput
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, STOPPED, Scheduled, StepPlan, StepResult
 from pagedjax.request import Request, Sequence
@@ -133,8 +134,6 @@ class Engine:
         """
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished; an audit needs an idle engine")
-        from pagedjax import block_table
-
         table = self.runner.state.table
         block_table.check(table)
         free, usable = int(table.num_free_blocks), self.scheduler.num_usable_blocks
@@ -289,7 +288,7 @@ def _logprob_entry(logprobs: Any, index: tuple[int, ...], token: int, num_top: i
     entry = {
         int(i): float(v)
         for i, v in zip(logprobs.top_ids[index][:num_top], logprobs.top[index][:num_top], strict=True)
-        if i < np.iinfo(np.int32).max
+        if i != row_sampling.NO_TOKEN
     }
     entry.setdefault(token, float(logprobs.token[index]))
     return entry
