@@ -125,13 +125,20 @@ class LLM:
         """
         EngineConfig(**_known(options))  # a wrong option fails before minutes of loading
         checkpoint = load_checkpoint(source, dtype)
-        own_tokenizer, end_ids = load_tokenizer(checkpoint.source_path)
+        end_ids: Sequence[int] = ()
+        try:
+            own_tokenizer, end_ids = load_tokenizer(checkpoint.source_path)
+        except ValueError:
+            if tokenizer is None:
+                raise  # with a tokenizer given, one beside the weights that can't be read does not matter
+        else:
+            tokenizer = own_tokenizer if tokenizer is None else tokenizer
         config = checkpoint.config
         if config.rope.kind == "dynamic":  # the frequencies of this kind depend on the longest sequence there can be
             longest = max(config.max_position_embeddings, options.get("max_model_len", 0))
             config = dataclasses.replace(config, max_position_embeddings=longest)
         model = Decoder.abstract(config, jax.tree.leaves(checkpoint.params)[0].dtype)
-        return cls(model, checkpoint.params, tokenizer or own_tokenizer, end_ids=end_ids, **options)
+        return cls(model, checkpoint.params, tokenizer, end_ids=end_ids, **options)
 
     # Many prompts at once
 

@@ -22,7 +22,6 @@ from pagedjax.loaders import layout
 from pagedjax.loaders.param_shapes import float_dtype
 from pagedjax.loaders.safetensors_folder import DTYPES, SafetensorsFolder
 
-PARAM_DTYPES = ("float32", "bfloat16", "float16")
 PROGRESS_DELAY_SECONDS = 1.0  # loads shorter than this show no bar
 # A text model alone, in the three layouts of multimodal checkpoints, and a base model saved without its head's wrapper.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
