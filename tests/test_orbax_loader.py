@@ -131,7 +131,7 @@ else:
     except ValueError as error:
         assert "params can't be restored" in str(error) and "it is damaged" in str(error), error
     else:
-        raise AssertionError("half of the data is gone, and it loads")
+        raise AssertionError("the data is gone, and it loads")
 """
 
 
@@ -150,8 +150,8 @@ def test_saved_on_four_devices_restored_on_one_and_two_then_damaged(tmp_path):
     run_on_devices(2, tmp_path / "c", "load")
     files = list((tmp_path / "c" / "params").glob("ocdbt.process_*/d/*"))
     assert files
-    for data in files:
-        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    for data in files:  # whole: what a save groups into which file varies, and the end of one may be stale
+        data.write_bytes(b"")
     run_on_devices(1, tmp_path / "c", "load damaged")
 
 
