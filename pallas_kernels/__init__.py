@@ -1,7 +1,17 @@
 """Attention on a paged KV cache: the pool, its transitions, and attention over it. Imports jax and numpy only."""
 
 from pallas_kernels._attention import paged_attention
-from pallas_kernels._kv_pages import KVPages, copy_blocks, gather_kv, write_kv
+from pallas_kernels._cascade import cascade_attention
+from pallas_kernels._kv_pages import KVPages, copy_blocks, gather_kv
+from pallas_kernels._kv_write import write_kv
 from pallas_kernels._merge import merge_attention_states
 
-__all__ = ["KVPages", "copy_blocks", "gather_kv", "merge_attention_states", "paged_attention", "write_kv"]
+__all__ = [
+    "KVPages",
+    "cascade_attention",
+    "copy_blocks",
+    "gather_kv",
+    "merge_attention_states",
+    "paged_attention",
+    "write_kv",
+]

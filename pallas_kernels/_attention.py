@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from types import ModuleType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _platform
+from pallas_kernels._backward import Arguments, with_backward
 from pallas_kernels._kv_pages import KVPages
 from pallas_kernels._reference import attend_reference
 from pallas_kernels._xla import attend_xla
 
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
-
-AVAILABLE = ("reference", "xla")
-PLANNED = ("tpu", "gpu")
+IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
+KERNELS = ("tpu", "gpu")
 
 # Wider than any context, and small enough that position - window does not wrap in int32.
 LARGEST_WINDOW = 2**30
@@ -46,6 +49,9 @@ def paged_attention(
     are the same call. softmax(cap(scale * q k^T) + mask) v, with cap(x) = soft_cap * tanh(x / soft_cap) (Gemma 2,
     arXiv 2408.00118, section 2) and a sink adding exp(sink) to the softmax's denominator (arXiv 2309.17453).
 
+    Differentiable (in reverse, once) in q, the pool, scale and sinks, also through the LSE, whatever implementation
+    ran forwards; a quantised pool is a constant. "reference" is differentiated by jax itself, to any order.
+
     Args:
         q: [num_tokens, num_q_heads, head_dim], sequences packed one after another; tokens past the last row give 0.
         kv_pages: the pool, the K and V of these query tokens already written.
@@ -74,17 +80,17 @@ def paged_attention(
 
     Raises:
         ValueError: shapes or dtypes that don't fit together, or an option out of its range.
-        NotImplementedError: an implementation that does not exist yet.
+        NotImplementedError: the implementation that was asked for can't do this; the message names what it can't.
     """
     _check_arrays(q, kv_pages, block_tables, seq_lens, query_start_loc, sinks)
     _check_options(layer, sliding_window, soft_cap, causal, max_query_len, kv_pages.num_layers)
-    chosen = _choose(implementation)
+    chosen = _choose(implementation, q, kv_pages)
     if q.shape[0] == 0:
         return (q, jnp.zeros(q.shape[:2], jnp.promote_types(q.dtype, jnp.float32))) if return_lse else q
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    arguments = (
+    arguments = Arguments(
         q,
-        kv_pages,
+        kv_pages if kv_pages.scales is None else jax.lax.stop_gradient(kv_pages),
         block_tables.astype(jnp.int32),
         seq_lens.astype(jnp.int32),
         query_start_loc.astype(jnp.int32),
@@ -94,11 +100,12 @@ def paged_attention(
         sinks,
     )
     cap = None if soft_cap is None else float(soft_cap)
+    longest = q.shape[0] if max_query_len is None else min(max_query_len, q.shape[0])
     if chosen == "reference":
         out, lse = attend_reference(*arguments, soft_cap=cap, causal=causal)
     else:
-        longest = q.shape[0] if max_query_len is None else max_query_len
-        out, lse = attend_xla(*arguments, soft_cap=cap, causal=causal, max_query_len=longest)
+        attend = attend_xla if chosen == "xla" else functools.partial(_kernel(chosen).attend, interpret=interpret)
+        out, lse = with_backward(attend, arguments, soft_cap=cap, causal=causal, max_query_len=longest)
     return (out, lse) if return_lse else out
 
 
@@ -108,16 +115,28 @@ def _clip_window(window: jax.typing.ArrayLike) -> jax.Array:
     return jnp.minimum(window, LARGEST_WINDOW).astype(jnp.int32)
 
 
-def _choose(implementation: str | None) -> str:
+def _choose(implementation: str | None, q: jax.Array, kv_pages: KVPages) -> str:
     if implementation is None:
-        return "xla"
-    if implementation in PLANNED:
-        raise NotImplementedError(
-            f"implementation={implementation!r}: its Pallas kernel is not written yet; use one of {AVAILABLE}, or None"
-        )
-    if implementation not in AVAILABLE:
-        raise ValueError(f"implementation={implementation!r} is unknown; use one of {AVAILABLE + PLANNED}, or None")
+        kernel = _platform.kernel_of_this_platform()
+        return kernel if kernel is not None and _kernel(kernel).why_not(q, kv_pages) is None else "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is unknown; use one of {IMPLEMENTATIONS}, or None")
+    if implementation in KERNELS:
+        reason = _kernel(implementation).why_not(q, kv_pages)
+        if reason is not None:
+            raise NotImplementedError(f'implementation={implementation!r}: {reason}; use "xla", or None')
     return implementation
+
+
+def _kernel(name: str) -> ModuleType:
+    # Imported where it is used: Pallas takes a second to import, and a CPU needs none of it.
+    if name == "tpu":
+        from pallas_kernels import _tpu
+
+        return _tpu
+    from pallas_kernels import _gpu
+
+    return _gpu
 
 
 def _check_arrays(
@@ -140,7 +159,7 @@ def _check_arrays(
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q has dtype {q.dtype}; it must be a floating-point array")
-    if q.dtype != kv_pages.dtype and jnp.promote_types(q.dtype, kv_pages.dtype) == jnp.float64:
+    if q.dtype != kv_pages.dtype and jnp.float64 in (q.dtype, kv_pages.dtype):
         raise ValueError(f"q has dtype {q.dtype} and the pool {kv_pages.dtype}; float64 goes with float64 only")
     if seq_lens.ndim != 1 or seq_lens.shape[0] == 0:
         raise ValueError(f"seq_lens has shape {seq_lens.shape}; it must be [num_seqs] with at least one row")

@@ -1,11 +1,13 @@
-"""The KV pool: one array for all layers whose layout only this package knows, and the three ways to touch it.
+"""The KV pool: one array for all layers whose layout only this package knows, and how whole blocks of it are used.
 
 Where head_dim is a multiple of 128 (the lanes of a TPU register) the pool is `[L, N, 2, H, B, D]`, K and V apart;
 else `[L, N, H, B, 2 * D]`, K and V side by side, so that two heads of 64 fill the lanes instead of padding them.
-Either way one block of one layer is contiguous, all its heads and both K and V. `write_kv` and `copy_blocks` are
-updates in place where the pool is donated, also as the carry of a `lax.scan` over layers.
+Either way one block of one layer is contiguous, all its heads and both K and V. A quantised pool (int8, float8_e4m3fn)
+has beside it `scales`, float32 `[L, N, 2, H * B]`: the K scales of a block, head after head, then its V scales. The
+updates (`copy_blocks` here, `write_kv`) are in place where the pool is donated, also as the carry of a `lax.scan` over
+layers.
 
-L layers, N blocks (the null block included), H KV heads, B tokens a block, D head_dim, T tokens.
+L layers, N blocks (the null block included), H KV heads, B tokens a block, D head_dim.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._kv_quantise import dequantise, is_quantised
+
 LANES = 128
-SUPPORTED_DTYPES = ("bfloat16", "float16", "float32", "float64")
+SUPPORTED_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8_e4m3fn")
 
 K_PART = 0
 V_PART = 1
@@ -29,6 +33,7 @@ class KVPages:
     """The paged KV cache of all layers. A pytree; make one with `KVPages.zeros`, and treat its layout as private."""
 
     pool: jax.Array  # [L, N, 2, H, B, D] or [L, N, H, B, 2 * D], see the module
+    scales: jax.Array | None = None  # f32[L, N, 2, H * B] of a quantised pool: value = stored * scale
 
     @staticmethod
     def zeros(
@@ -47,7 +52,8 @@ class KVPages:
             block_size: tokens a block.
             num_kv_heads: KV heads a layer.
             head_dim: elements a head.
-            dtype: bfloat16, float16, float32, or float64 where x64 is enabled.
+            dtype: bfloat16, float16, float32, float64 where x64 is enabled, or int8 or float8_e4m3fn: quantised, with
+                a float32 scale a token and head.
 
         Returns:
             A pool of zeros.
@@ -75,7 +81,10 @@ class KVPages:
             shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
         else:
             shape = (num_layers, num_blocks, num_kv_heads, block_size, 2 * head_dim)
-        return KVPages(jnp.zeros(shape, dtype))
+        if not is_quantised(dtype):
+            return KVPages(jnp.zeros(shape, dtype))
+        scales = jnp.zeros((num_layers, num_blocks, 2, num_kv_heads * block_size), jnp.float32)
+        return KVPages(jnp.zeros(shape, dtype), scales)
 
     @property
     def kv_on_lanes(self) -> bool:
@@ -106,7 +115,12 @@ class KVPages:
 
     @property
     def dtype(self) -> jnp.dtype:
+        """What is stored: int8 or float8_e4m3fn for a quantised pool."""
         return self.pool.dtype
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.scales is not None
 
     @property
     def num_slots(self) -> int:
@@ -115,51 +129,8 @@ class KVPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole pool, all layers."""
-        return math.prod(self.pool.shape) * self.dtype.itemsize
-
-
-def write_kv(
-    kv_pages: KVPages, layer: jax.typing.ArrayLike, k: jax.Array, v: jax.Array, slot_mapping: jax.Array
-) -> KVPages:
-    """Writes the K and V of tokens into their slots of one layer.
-
-    Args:
-        kv_pages: the pool; donate it (or carry it through a loop) and the write is in place.
-        layer: i32[], which layer; may be traced.
-        k: [T, H, D], cast to the pool's dtype.
-        v: [T, H, D], cast to the pool's dtype.
-        slot_mapping: i32[T], block * block_size + offset of each token. A slot outside [0, num_slots), a negative
-            one included, is dropped. No slot inside may occur twice.
-
-    Returns:
-        The pool with the tokens written.
-
-    Raises:
-        ValueError: shapes or dtypes that don't fit the pool.
-    """
-    _check_tokens(kv_pages, k, v, slot_mapping)
-    return _write(kv_pages, jnp.asarray(layer, jnp.int32), k, v, slot_mapping)
-
-
-@jax.jit
-def _write(kv_pages: KVPages, layer: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> KVPages:
-    block_size, num_heads = kv_pages.block_size, kv_pages.num_kv_heads
-    in_pool = (slot_mapping >= 0) & (slot_mapping < kv_pages.num_slots)
-    # An index past the end is what mode="drop" drops; a negative one would count from the end.
-    block = jnp.where(in_pool, slot_mapping // block_size, kv_pages.num_blocks)
-    offset = jnp.where(in_pool, slot_mapping % block_size, 0)
-    heads = jnp.arange(num_heads)
-    # Every axis but the last is indexed: left as a slice, it makes XLA for TPU copy the pool.
-    if kv_pages.kv_on_lanes:
-        tokens = jnp.concatenate([k, v], axis=-1)  # [T, H, 2 * D]
-        target = kv_pages.pool.at[layer, block[:, None], heads[None, :], offset[:, None]]
-    else:
-        tokens = jnp.stack([k, v], axis=1)  # [T, 2, H, D]
-        parts = jnp.arange(2)[None, :, None]
-        target = kv_pages.pool.at[layer, block[:, None, None], parts, heads[None, None, :], offset[:, None, None]]
-    pool = target.set(tokens.astype(kv_pages.dtype), mode="drop", unique_indices=True)
-    return dataclasses.replace(kv_pages, pool=pool)
+        """Bytes of the whole pool, all layers, the scales included."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
 def copy_blocks(
@@ -181,7 +152,7 @@ def copy_blocks(
     """
     if src.ndim != 1 or src.shape != dst.shape:
         raise ValueError(f"src {src.shape} and dst {dst.shape} must be vectors of the same length")
-    _check_integers(src=src, dst=dst)
+    check_integers(src=src, dst=dst)
     if src.shape[0] == 0:
         return kv_pages
     return _copy(kv_pages, src, dst, jnp.asarray(src.shape[0] if count is None else count, jnp.int32))
@@ -189,14 +160,18 @@ def copy_blocks(
 
 @jax.jit
 def _copy(kv_pages: KVPages, src: jax.Array, dst: jax.Array, count: jax.Array) -> KVPages:
-    def copy_one(i: jax.Array, pool: jax.Array) -> jax.Array:
+    def copy_one(i: jax.Array, pages: KVPages) -> KVPages:
         in_pool = (jnp.minimum(src[i], dst[i]) >= 0) & (jnp.maximum(src[i], dst[i]) < kv_pages.num_blocks)
         # Slices clamp what is out of range; a skipped pair becomes block 0 copied onto itself instead.
-        block = jax.lax.dynamic_slice_in_dim(pool, jnp.where(in_pool, src[i], 0), 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(pool, block, jnp.where(in_pool, dst[i], 0), axis=1)
+        source, target = jnp.where(in_pool, src[i], 0), jnp.where(in_pool, dst[i], 0)
 
-    pool = jax.lax.fori_loop(0, jnp.minimum(count, src.shape[0]), copy_one, kv_pages.pool)
-    return dataclasses.replace(kv_pages, pool=pool)
+        def copy_in(x: jax.Array) -> jax.Array:
+            block = jax.lax.dynamic_slice_in_dim(x, source, 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, block, target, axis=1)
+
+        return jax.tree.map(copy_in, pages)
+
+    return jax.lax.fori_loop(0, jnp.minimum(count, src.shape[0]), copy_one, kv_pages)
 
 
 def gather_kv(
@@ -211,14 +186,15 @@ def gather_kv(
         length: i32[], its tokens; what lies past them in the blocks is not read.
 
     Returns:
-        k, v: [P * B, H, D] in the pool's dtype, zero from `length` on, and zero for ids outside [0, num_blocks).
+        k, v: [P * B, H, D] in the pool's dtype, or dequantised to float32; zero from `length` on, and zero for ids
+        outside [0, num_blocks).
 
     Raises:
         ValueError: block_ids is not a vector of integers.
     """
     if block_ids.ndim != 1:
         raise ValueError(f"block_ids has shape {block_ids.shape}; give one sequence's ids, a vector")
-    _check_integers(block_ids=block_ids)
+    check_integers(block_ids=block_ids)
     return _gather(kv_pages, jnp.asarray(layer, jnp.int32), block_ids, jnp.asarray(length, jnp.int32))
 
 
@@ -234,8 +210,16 @@ def _gather(
 
 
 def read_blocks(kv_pages: KVPages, layer: jax.typing.ArrayLike, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gathers blocks of one layer: ids [..., P] give k, v [..., H, P * B, D]. Ids out of range are clamped, so that
-    table padding may hold anything; the caller masks what it did not ask for."""
+    """Gathers blocks of one layer: ids [..., P] give k, v [..., H, P * B, D], float32 if the pool is quantised. Ids out
+    of range are clamped, so that table padding may hold anything; the caller masks what it did not ask for."""
+    k, v = _read_stored(kv_pages, layer, block_ids)
+    if kv_pages.scales is None:
+        return k, v
+    k_scale, v_scale = _read_scales(kv_pages.scales, layer, block_ids, kv_pages.num_kv_heads)
+    return dequantise(k, k_scale), dequantise(v, v_scale)
+
+
+def _read_stored(kv_pages: KVPages, layer: jax.typing.ArrayLike, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     ids = jnp.clip(block_ids, 0, kv_pages.num_blocks - 1)[..., None, :]
     heads = jnp.arange(kv_pages.num_kv_heads)[:, None]
     shape = (*block_ids.shape[:-1], kv_pages.num_kv_heads, block_ids.shape[-1] * kv_pages.block_size, -1)
@@ -248,20 +232,18 @@ def read_blocks(kv_pages: KVPages, layer: jax.typing.ArrayLike, block_ids: jax.A
     return k, v
 
 
-def _check_tokens(kv_pages: KVPages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> None:
-    expected = (slot_mapping.shape[0] if slot_mapping.ndim else 0, kv_pages.num_kv_heads, kv_pages.head_dim)
-    for name, x in (("k", k), ("v", v)):
-        if slot_mapping.ndim != 1 or x.shape != expected:
-            raise ValueError(
-                f"{name} has shape {x.shape} and slot_mapping {slot_mapping.shape}; for this pool they are "
-                f"[num_tokens, {kv_pages.num_kv_heads}, {kv_pages.head_dim}] and [num_tokens]"
-            )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} has dtype {x.dtype}; it must be a floating-point array")
-    _check_integers(slot_mapping=slot_mapping)
+def _read_scales(
+    scales: jax.Array, layer: jax.typing.ArrayLike, block_ids: jax.Array, num_heads: int
+) -> tuple[jax.Array, jax.Array]:
+    """The K and V scales of blocks: ids [..., P] give f32[..., H, P * B] each."""
+    ids = jnp.clip(block_ids, 0, scales.shape[1] - 1)
+    both = scales.at[layer, ids].get(mode="promise_in_bounds")  # [..., P, 2, H * B]
+    both = jnp.moveaxis(both.reshape(*both.shape[:-1], num_heads, -1), -4, -2)  # [..., 2, H, P, B]
+    both = both.reshape(*both.shape[:-2], -1)
+    return both[..., K_PART, :, :], both[..., V_PART, :, :]
 
 
-def _check_integers(**arrays: jax.Array) -> None:
+def check_integers(**arrays: jax.Array) -> None:
     for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}; ids, slots and lengths are int32")

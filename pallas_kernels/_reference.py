@@ -43,24 +43,27 @@ def attend_reference(
         position = seq_len - query_start_loc[row + 1] + token
 
         k, v = gather_kv(kv_pages, layer, block_tables[row], seq_len)  # [C, H, D]
-        k, v = (jnp.repeat(x.astype(dtype), group, axis=1) for x in (k, v))  # [C, Hq, D]
-        scores = jnp.einsum("hd,chd->hc", q[token].astype(dtype), k, precision=jax.lax.Precision.HIGHEST) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
         key = jnp.arange(k.shape[0])
         visible = key < seq_len
         if causal:
             visible &= key <= position
         if sliding_window is not None:
             visible &= key > position - sliding_window
-        scores = jnp.where(visible, scores, -jnp.inf)
-        v = jnp.where(visible[:, None, None], v, 0)  # 0 * NaN is NaN
+        any_visible = visible.any()
+
+        k, v = (jnp.where(visible[:, None, None], x, 0) for x in (k, v))  # 0 * NaN is NaN, here or in the gradient
+        k, v = (jnp.repeat(x.astype(dtype), group, axis=1) for x in (k, v))  # [C, Hq, D]
+        query = jnp.where(any_visible, q[token].astype(dtype), 0)
+        scores = jnp.einsum("hd,chd->hc", query, k, precision=jax.lax.Precision.HIGHEST) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        # With no visible key all of them count, and the result is replaced: the gradient of log(0) is not finite.
+        scores = jnp.where(visible | ~any_visible, scores, -jnp.inf)
 
         logits = scores if sinks is None else jnp.concatenate([scores, sinks.astype(dtype)[:, None]], axis=1)
         lse = jax.nn.logsumexp(logits, axis=1)  # [Hq]
         weights = jnp.where(visible, jnp.exp(scores - lse[:, None]), 0)
         out = jnp.einsum("hc,chd->hd", weights, v, precision=jax.lax.Precision.HIGHEST)
-        any_visible = visible.any()
         return jnp.where(any_visible, out, 0).astype(q.dtype), jnp.where(any_visible, lse, -jnp.inf)
 
     return jax.lax.map(one_query, jnp.arange(num_tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import sys
 
 import pytest
 
@@ -80,17 +81,7 @@ def dotted(module: str) -> str:
 def test_the_kernels_stand_alone() -> None:
     top = {name.split(".")[0] for path in files("pallas_kernels") for name in imports(path)}
     allowed = {"jax", "numpy", "pallas_kernels", "__future__"}
-    standard = {
-        "collections",
-        "dataclasses",
-        "functools",
-        "math",
-        "typing",
-        "logging",
-        "warnings",
-        "numbers",
-        "operator",
-    }
+    standard = set(sys.stdlib_module_names)
     assert top <= allowed | standard, top - allowed - standard
 
 

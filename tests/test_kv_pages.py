@@ -149,7 +149,7 @@ def test_sizes_below_one_are_refused(name: str) -> None:
         KVPages.zeros(**sizes, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int32"])
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "int32"])
 def test_an_unsupported_dtype_is_refused_by_name(dtype: str) -> None:
     with pytest.raises(ValueError, match=f"{dtype} is not supported.*bfloat16"):
         KVPages.zeros(1, 2, 4, 1, 64, jnp.dtype(dtype))

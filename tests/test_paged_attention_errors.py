@@ -66,7 +66,11 @@ def test_a_traced_soft_cap_is_refused(small: tuple) -> None:
         jax.jit(lambda cap: paged_attention(*small, layer=0, soft_cap=cap))(1.0)
 
 
-@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
-def test_kernels_that_do_not_exist_yet_say_so(small: tuple, implementation: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{implementation!r}.*not written yet"):
-        paged_attention(*small, layer=0, implementation=implementation)
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "message"),
+    [("tpu", "float16", "'tpu': .*float16.*use \"xla\""), ("gpu", "float32", "'gpu': .*float32.*use \"xla\"")],
+)
+def test_what_a_kernel_cannot_do_is_named(implementation: str, dtype: str, message: str) -> None:
+    arguments = oracle.make(0, [5, 3], [1, 3], dtype=dtype).arguments()
+    with pytest.raises(NotImplementedError, match=message):
+        paged_attention(*arguments, layer=0, implementation=implementation)

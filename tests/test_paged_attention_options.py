@@ -93,6 +93,22 @@ def test_equal_scores_give_the_mean_of_the_values_each_time(implementation: str,
 
 
 @both
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_nan_in_a_key_that_is_seen_shows(implementation: str, part: str) -> None:
+    """Zero would be a wrong answer that looks like one."""
+    problem = oracle.make(10, [9, 20], [1, 4])
+    target = {"k": slice(0, 64), "v": slice(64, 128)}[part]
+    pool = problem.kv_pages.pool.at[1, problem.block_tables[1, 0], 0, 3, target].set(jnp.nan)  # token 3, KV head 0
+    out, _ = problem.run(implementation)
+    arguments = problem.arguments(kv_pages=KVPages(pool))
+    bad, lse = paged_attention(*arguments, layer=1, return_lse=True, implementation=implementation)
+    assert np.isnan(bad[1:5, :2]).all()
+    assert np.isnan(lse[1:5, :2]).all() == (part == "k")
+    np.testing.assert_array_equal(bad[0], out[0])
+    np.testing.assert_array_equal(bad[1:5, 2:], out[1:5, 2:])
+
+
+@both
 def test_tokens_past_the_last_row_give_zero(implementation: str) -> None:
     problem = oracle.make(7, [9, 6], [1, 4])
     out, lse = problem.run(implementation)

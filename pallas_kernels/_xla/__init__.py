@@ -15,9 +15,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _xla_decode, _xla_prefill
 from pallas_kernels._kv_pages import KVPages
-from pallas_kernels._xla_problem import Problem
+from pallas_kernels._xla import decode, prefill
+from pallas_kernels._xla.problem import Problem
 
 
 @functools.partial(jax.jit, static_argnames=("soft_cap", "causal", "max_query_len"))
@@ -56,7 +56,7 @@ def attend_xla(
     )
     out = jnp.zeros((num_tokens, *grouped, head_dim), q.dtype)
     lse = jnp.full((num_tokens, *grouped), -jnp.inf, dtype)
-    out, lse = _xla_decode.attend(problem, out, lse)
+    out, lse = decode.attend(problem, out, lse)
     if max_query_len > 1:
-        out, lse = _xla_prefill.attend(problem, out, lse, max_query_len)
+        out, lse = prefill.attend(problem, out, lse, max_query_len)
     return out.reshape(q.shape), lse.reshape(num_tokens, num_q_heads)

@@ -53,7 +53,7 @@ def update(state: SoftmaxState, scores: jax.Array, visible: jax.Array, v: jax.Ar
 
 def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """out [..., Q, D] and lse [..., Q]; sinks are broadcastable to [..., Q]. No visible key gives 0 and -inf."""
-    seen = state.total > 0
+    seen = state.total != 0  # a NaN has been seen, and shows
     largest = jnp.where(seen, state.largest, 0)
     total = jnp.where(seen, state.total, 1)
     if sinks is not None:

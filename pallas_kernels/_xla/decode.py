@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _online_softmax
-from pallas_kernels._xla_problem import Problem
+from pallas_kernels._xla import online_softmax
+from pallas_kernels._xla.problem import Problem
 
 ROWS_PER_GROUP = 8
 
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 def attend(problem: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Fills the decode rows' lines of out [T, H, G, D] and lse [T, H, G]."""
     group_size = min(ROWS_PER_GROUP, problem.seq_lens.shape[0])
-    work = _sorted_work(problem, group_size)
+    work = sorted_work(problem, group_size)
     num_groups = -(-jnp.sum(work.num_tiles > 0) // group_size)
 
     def attend_group(group: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -44,7 +44,7 @@ def attend(problem: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array,
     return jax.lax.fori_loop(0, num_groups, attend_group, (out, lse))
 
 
-def _sorted_work(problem: Problem, group_size: int) -> Work:
+def sorted_work(problem: Problem, group_size: int) -> Work:
     """The longest rows first, so that the rows of a group are about as long; those without work last."""
     num_tokens, num_rows = problem.q.shape[0], problem.seq_lens.shape[0]
     first_key = problem.first_visible(problem.seq_lens - 1)
@@ -63,14 +63,14 @@ def _attend_rows(problem: Problem, work: Work) -> tuple[jax.Array, jax.Array]:
     """out [R, H, G, D] and lse [R, H, G] of the rows of a group."""
     q = problem.q[work.token].astype(problem.dtype) * problem.scale  # [R, H, G, D]
 
-    def attend_tile(i: jax.Array, state: _online_softmax.SoftmaxState) -> _online_softmax.SoftmaxState:
+    def attend_tile(i: jax.Array, state: online_softmax.SoftmaxState) -> online_softmax.SoftmaxState:
         position, k, v = problem.read_tile(work.row, work.first_tile + i)  # [R, K], [R, H, K, D]
         visible = (position >= work.first_key[:, None]) & (position < work.seq_len[:, None])
         v = jnp.where(visible[:, None, :, None], v, 0)  # 0 * NaN is NaN
-        scores = jnp.einsum("rhgd,rhkd->rhgk", q, k, precision=_online_softmax.HIGHEST)
-        scores = _online_softmax.cap(scores, problem.soft_cap)
-        return _online_softmax.update(state, scores, visible[:, None, None, :], v, "rhgk,rhkd->rhgd")
+        scores = jnp.einsum("rhgd,rhkd->rhgk", q, k, precision=online_softmax.HIGHEST)
+        scores = online_softmax.cap(scores, problem.soft_cap)
+        return online_softmax.update(state, scores, visible[:, None, None, :], v, "rhgk,rhkd->rhgd")
 
-    state = _online_softmax.start(q.shape[:-1], q.shape[-1], problem.dtype)
+    state = online_softmax.start(q.shape[:-1], q.shape[-1], problem.dtype)
     state = jax.lax.fori_loop(0, work.num_tiles[0], attend_tile, state)  # the first row is the longest
-    return _online_softmax.finish(state, problem.sinks)
+    return online_softmax.finish(state, problem.sinks)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _online_softmax
-from pallas_kernels._xla_problem import Problem
+from pallas_kernels._xla import online_softmax
+from pallas_kernels._xla.problem import Problem
 
 QUERIES_PER_TILE = 64
 
@@ -18,11 +18,11 @@ def attend(problem: Problem, out: jax.Array, lse: jax.Array, max_query_len: int)
     """Fills the lines of the rows with two queries or more in out [T, H, G, D] and lse [T, H, G]."""
     tile_size = min(QUERIES_PER_TILE, 1 << (max_query_len - 1).bit_length())
     query_lens = problem.query_lens
-    tiles_end = jnp.cumsum(jnp.where(query_lens > 1, -(-query_lens // tile_size), 0))  # i32[S]
+    tiles_end = jnp.cumsum(jnp.where(query_lens > 1, -(-query_lens // tile_size), 0), dtype=jnp.int32)  # i32[S]
 
     # A tile at the end of a row reaches into the next row's tokens, at the end of the last one past the array.
     num_tokens = out.shape[0]
-    out, lse, q = (_pad_tokens(x, tile_size) for x in (out, lse, problem.q))
+    out, lse, q = (pad_tokens(x, tile_size) for x in (out, lse, problem.q))
     problem = problem._replace(q=q)
 
     def attend_tile(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -44,29 +44,29 @@ def _attend_queries(problem: Problem, row: jax.Array, offset: jax.Array, tile_si
     seq_len, query_len = problem.seq_lens[row], problem.query_lens[row]
     q = jax.lax.dynamic_slice_in_dim(problem.q, problem.query_start_loc[row] + offset, tile_size)
     q = q.transpose(1, 2, 0, 3).astype(problem.dtype) * problem.scale  # [H, G, Q, D]
-    query_position = seq_len - query_len + offset + jnp.arange(tile_size)
+    query_position = seq_len - query_len + offset + jnp.arange(tile_size, dtype=jnp.int32)
     first_key = problem.first_visible(query_position)  # non-decreasing over the queries
     last_key = jnp.minimum(seq_len, query_position[0] + tile_size) if problem.causal else seq_len
 
-    def attend_tile(tile: jax.Array, state: _online_softmax.SoftmaxState) -> _online_softmax.SoftmaxState:
+    def attend_tile(tile: jax.Array, state: online_softmax.SoftmaxState) -> online_softmax.SoftmaxState:
         position, k, v = problem.read_tile(row, tile)  # [K], [H, K, D]
         in_row = (position >= first_key[0]) & (position < seq_len)
         v = jnp.where(in_row[:, None], v, 0)  # 0 * NaN is NaN
         visible = in_row & (position >= first_key[:, None])  # [Q, K]
         if problem.causal:
             visible &= position <= query_position[:, None]
-        scores = jnp.einsum("hgqd,hkd->hgqk", q, k, precision=_online_softmax.HIGHEST)
-        scores = _online_softmax.cap(scores, problem.soft_cap)
-        return _online_softmax.update(state, scores, visible, v, "hgqk,hkd->hgqd")
+        scores = jnp.einsum("hgqd,hkd->hgqk", q, k, precision=online_softmax.HIGHEST)
+        scores = online_softmax.cap(scores, problem.soft_cap)
+        return online_softmax.update(state, scores, visible, v, "hgqk,hkd->hgqd")
 
-    state = _online_softmax.start(q.shape[:-1], q.shape[-1], problem.dtype)
+    state = online_softmax.start(q.shape[:-1], q.shape[-1], problem.dtype)
     first_tile = first_key[0] // problem.keys_per_tile
     state = jax.lax.fori_loop(first_tile, -(-last_key // problem.keys_per_tile), attend_tile, state)
-    out, lse = _online_softmax.finish(state, None if problem.sinks is None else problem.sinks[..., None])
+    out, lse = online_softmax.finish(state, None if problem.sinks is None else problem.sinks[..., None])
     return out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
 
-def _pad_tokens(x: jax.Array, count: int) -> jax.Array:
+def pad_tokens(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(x, ((0, count), *((0, 0) for _ in x.shape[1:])))
 
 
