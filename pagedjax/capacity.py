@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 
-def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_value: int) -> int:
-    """K and V of one token in every layer: 2 L h_kv d_h b."""
-    return 2 * num_layers * num_kv_heads * head_dim * bytes_per_value
+def bytes_per_token(
+    num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_value: int, bytes_per_scale: int = 0
+) -> int:
+    """K and V of one token in every layer, 2 L h_kv (d_h b + s): s bytes are the scale of a quantised vector."""
+    return 2 * num_layers * num_kv_heads * (head_dim * bytes_per_value + bytes_per_scale)
 
 
 def num_blocks_in(memory_bytes: int, block_bytes: int) -> int:
@@ -22,7 +24,8 @@ class EnginePlan:
     Attributes:
         num_blocks: blocks of the pool, the null block included.
         block_size: tokens a block.
-        block_bytes: bytes a block, all layers, K and V.
+        block_bytes: bytes a block, all layers, K and V, the scales of a quantised pool included.
+        kv_cache_dtype: what the pool stores.
         params_bytes: bytes of the parameters.
         max_num_seqs: rows.
         max_model_len: tokens a sequence.
@@ -33,6 +36,7 @@ class EnginePlan:
     num_blocks: int
     block_size: int
     block_bytes: int
+    kv_cache_dtype: str
     params_bytes: int
     max_num_seqs: int
     max_model_len: int
@@ -60,10 +64,11 @@ class EnginePlan:
     def __str__(self) -> str:
         at_max_len = self.concurrency_at_max_len
         limit = "rows (max_num_seqs)" if at_max_len >= self.max_num_seqs else "blocks, when sequences are long"
+        bytes_each = f"{self.block_bytes / self.block_size / 2**10:,.1f} KiB each, {self.kv_cache_dtype}"
         rows = [
             ("parameters", f"{self.params_bytes / 2**20:,.0f} MiB"),
             ("KV pool", f"{self.pool_bytes / 2**20:,.0f} MiB: {self.num_blocks:,} blocks of {self.block_size} tokens"),
-            ("KV tokens", f"{self.num_slots:,} ({self.block_bytes / self.block_size / 2**10:,.1f} KiB each)"),
+            ("KV tokens", f"{self.num_slots:,} ({bytes_each})"),
             ("concurrency", f"{self.max_num_seqs} rows; {at_max_len} sequences of {self.max_model_len:,} tokens"),
             ("limited by", limit),
             ("programs", f"{len(self.programs)}: {', '.join(self.programs)}"),

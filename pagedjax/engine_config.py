@@ -9,8 +9,8 @@ from typing import Any
 # The CPU backend reports no memory of its own: without num_blocks or kv_cache_memory_bytes the pool gets this much.
 DEFAULT_CPU_KV_BYTES = 2**30
 
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_IMPLEMENTATIONS = (None, "reference", "xla")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
+ATTENTION_IMPLEMENTATIONS = (None, "reference", "xla", "tpu", "gpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class EngineConfig:
         num_blocks: blocks of the pool, the null block included; None: from kv_cache_memory_bytes, or from memory.
         kv_cache_memory_bytes: bytes of the pool, instead of num_blocks.
         memory_utilization: share of the device's memory that weights and pool may take, where the device reports it.
-        kv_cache_dtype: "auto" (the parameters'), "float32", "bfloat16" or "float16".
+        kv_cache_dtype: "auto" (the parameters'), "float32", "bfloat16" or "float16"; or "int8" or "fp8"
+            (float8_e4m3fn): quantised, with a float32 scale a token and head.
         max_num_seqs: batch rows: sequences that run at once.
         max_num_batched_tokens: tokens a step, prefill chunks and decode rows together.
         decode_steps: most tokens a row may generate in one program before the host looks.

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from tqdm import tqdm
 
@@ -23,7 +22,7 @@ from pagedjax.decoder import Decoder
 from pagedjax.engine import Engine
 from pagedjax.engine_config import EngineConfig
 from pagedjax.loaders import load_checkpoint, load_tokenizer
-from pagedjax.memory import num_pool_blocks
+from pagedjax.memory import kv_pool_dtype, kv_token_bytes, num_pool_blocks
 from pagedjax.outbox import Outbox
 from pagedjax.outputs import RequestOutput
 from pagedjax.params import param_dtype, place_params
@@ -70,11 +69,8 @@ class LLM:
         self.tokenizer = as_tokenizer(tokenizer)
         graphdef, abstract = nnx.split(model)
         params = place_params(abstract if params is None else params, abstract)
-        dtype = param_dtype(params)
-        kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-        self._block_bytes = config.block_size * capacity.bytes_per_token(
-            model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, kv_dtype.itemsize
-        )
+        kv_dtype = kv_pool_dtype(config.kv_cache_dtype, param_dtype(params))
+        self._kv_dtype, self._block_bytes = kv_dtype, config.block_size * kv_token_bytes(model.config, kv_dtype)
         self._params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         num_blocks = num_pool_blocks(config, self._block_bytes)
         vocab_size = _num_vocab_tokens(model.config, self.tokenizer)
@@ -295,6 +291,7 @@ class LLM:
             num_blocks=self._engine.scheduler.num_usable_blocks + 1,
             block_size=self.config.block_size,
             block_bytes=self._block_bytes,
+            kv_cache_dtype=self._kv_dtype.name,
             params_bytes=self._params_bytes,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,

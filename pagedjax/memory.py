@@ -1,11 +1,30 @@
-"""How large the KV pool is: from the options, or from what the device has left."""
+"""What the KV pool stores and how large it is: from the options, or from what the device has left."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pagedjax import capacity
+from pagedjax.config import ModelConfig
 from pagedjax.engine_config import DEFAULT_CPU_KV_BYTES, EngineConfig
+
+FP8 = "float8_e4m3fn"  # what kv_cache_dtype="fp8" stands for
+BYTES_PER_SCALE = {"int8": 4, FP8: 4}  # of the quantised dtypes: a float32 a token and head
+
+
+def kv_pool_dtype(kv_cache_dtype: str, params_dtype: jnp.dtype) -> jnp.dtype:
+    """The pool's dtype for an engine option."""
+    if kv_cache_dtype == "auto":
+        return params_dtype
+    return jnp.dtype(FP8 if kv_cache_dtype == "fp8" else kv_cache_dtype)
+
+
+def kv_token_bytes(model: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes of one token's K and V in all layers of a pool of `dtype`, the scales included."""
+    return capacity.bytes_per_token(
+        model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize, BYTES_PER_SCALE.get(dtype.name, 0)
+    )
 
 
 def num_pool_blocks(config: EngineConfig, block_bytes: int) -> int:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pagedjax import block_table
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import EngineConfig
 from pagedjax.plan import StepPlan, StepResult
@@ -24,7 +23,6 @@ from pagedjax.request import Sequence
 from pagedjax.row_sampling import row_values
 from pagedjax.row_state import ADMITS, Changes, RowState, change_rows
 from pagedjax.step import DeviceResult, EngineState, step
-from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
 
@@ -160,20 +158,14 @@ class Runner:
         return jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), self.state.rows)
 
     def _fresh_state(self) -> EngineState:
-        config, model = self.config, self._model_config
-        state = EngineState(
-            kv_pages=KVPages.zeros(
-                model.num_layers,
-                self._num_blocks,
-                config.block_size,
-                model.num_kv_heads,
-                model.head_dim,
-                self._kv_dtype,
-            ),
-            table=block_table.create(
-                self._num_blocks, config.block_size, config.max_num_seqs, config.max_blocks_per_seq
-            ),
-            rows=RowState.zeros(config.max_num_seqs, config.max_model_len),
+        config = self.config
+        state = EngineState.zeros(
+            self._model_config,
+            num_blocks=self._num_blocks,
+            block_size=config.block_size,
+            kv_dtype=self._kv_dtype,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
         )
         return jax.tree.map(jnp.array, state)  # every leaf its own buffer: each is donated
 

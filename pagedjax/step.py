@@ -23,6 +23,7 @@ import pallas_kernels
 from pagedjax import block_table
 from pagedjax.batch import Batch, make_batch
 from pagedjax.block_table import BlockTable
+from pagedjax.config import ModelConfig
 from pagedjax.logprobs import TokenLogprobs, token_logprobs
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, RUNNING, STOPPED
 from pagedjax.row_sampling import NO_LOGPROBS
@@ -40,6 +41,19 @@ class EngineState:
     kv_pages: KVPages
     table: BlockTable
     rows: RowState
+
+    @staticmethod
+    def zeros(
+        model: ModelConfig, *, num_blocks: int, block_size: int, kv_dtype: Any, max_num_seqs: int, max_model_len: int
+    ) -> EngineState:
+        """An empty pool of `num_blocks` blocks (the null block included), and `max_num_seqs` rows at rest."""
+        return EngineState(
+            kv_pages=KVPages.zeros(
+                model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, kv_dtype
+            ),
+            table=block_table.create(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size)),
+            rows=RowState.zeros(max_num_seqs, max_model_len),
+        )
 
 
 @jax.tree_util.register_dataclass

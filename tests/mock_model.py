@@ -59,7 +59,7 @@ class MockDecoder(nnx.Module):
             read = jax.vmap(functools.partial(pallas_kernels.gather_kv, kv_pages, layer))
             for part in read(batch.block_tables, batch.seq_lens):  # [R, M, 1, D]
                 places = jnp.arange(part.shape[1], dtype=jnp.uint32)
-                hashes = hashes + mix(part[:, :, 0, layer].astype(jnp.int32).astype(jnp.uint32), places)
+                hashes = hashes + mix(jnp.round(part[:, :, 0, layer]).astype(jnp.int32).astype(jnp.uint32), places)
         prefixes = jnp.cumsum(hashes, axis=1, dtype=jnp.uint32)  # [R, M]
         found = prefixes.at[batch.rows, batch.positions].get(mode="fill", fill_value=0)  # [T]
         return (found[:, None] >> jnp.arange(32, dtype=jnp.uint32) & 1).astype(jnp.float32), kv_pages

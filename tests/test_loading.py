@@ -128,7 +128,7 @@ def test_abstract_parameters_are_refused() -> None:
         ({"max_num_seqs": True}, "max_num_seqs=True is not an integer"),
         ({"num_blocks": 9, "kv_cache_memory_bytes": 10**6}, "both size the pool"),
         ({"kv_cache_memory_bytes": 10}, "raise kv_cache_memory_bytes"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not one of"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not one of"),
         ({"attention": "cuda"}, "attention='cuda' is not one of"),
         ({"enable_prefix_caching": True}, "the prefix cache is not available yet"),
         ({"num_speculative_tokens": 3}, "speculative decoding is not available yet"),
