@@ -1,0 +1,66 @@
+"""The kernels compile for every TPU generation at the sizes of real models, and leave the KV pool where it is.
+
+Run in an environment with libtpu: JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 pytest -m compiles tests/test_tpu_compiles.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import real_shapes
+from real_shapes import MODELS, WORK
+
+from pallas_kernels import device_free
+
+pytestmark = pytest.mark.compiles
+
+CHIPS = ["v5e", "v5p", "v6e", "tpu7x"]
+
+
+def check(chip: str, model: str, work: str, **options: Any) -> None:
+    function, arguments = real_shapes.attention(MODELS[model], WORK[work], **options)
+    compiled = device_free.compile_for(device_free.target(chip), function, *arguments, donate_argnums=0)
+    kernels = ["write_kv", "paged_decode"] + (["paged_prefill"] if work in real_shapes.WITH_PREFILL else [])
+    real_shapes.assert_holds(compiled, kernels)
+    real_shapes.assert_pool_in_place(compiled, arguments[0])
+
+
+# The last axis of these pools is no multiple of the 128 lanes. XLA's own layout for it is another than the kernels', so
+# the whole pool is copied at every call.
+COPIED = [
+    pytest.param(model, marks=pytest.mark.xfail(reason="XLA copies the pool", strict=False))
+    for model in ("phi-3-mini", "phi-2")
+]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("model", [model for model in MODELS if not model.startswith("phi")] + COPIED)
+def test_models(chip: str, model: str) -> None:
+    """A mixed batch: the decode kernel, the prefill kernel and the write."""
+    check(chip, model, "mixed", dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("work", ["decode-256x2048", "verify", "prefill-8192", "mixed-256x2048"])
+def test_batches(chip: str, work: str) -> None:
+    check(chip, "llama-3-8b", work, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("block_size", [8, 32, 64])
+def test_block_sizes(chip: str, block_size: int) -> None:
+    check(chip, "llama-3-8b", "mixed", dtype=jnp.bfloat16, block_size=block_size)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn")]
+)
+def test_dtypes(chip: str, dtype: str, kv_dtype: str) -> None:
+    check(chip, "llama-3-8b", "mixed", dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(kv_dtype))
+
+
+def test_the_engines_step_of_llama_3_8b() -> None:
+    real_shapes.check_engine_step(device_free.target("v5e"), ["write_kv", "paged_decode", "paged_prefill"])
