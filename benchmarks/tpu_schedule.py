@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ragged_paged_attention
 
 from pallas_kernels import KVPages, device_free, paged_attention
-from pallas_kernels._tpu import decode, prefill
+from pallas_kernels._tpu import decode, prefill, prefill_kernel
 
 NUM_LAYERS, NUM_BLOCKS, NUM_ROWS, BLOCKS_PER_ROW = 2, 4096, 64, 512
 IN_TREE_KEYS_PER_TILE = 512  # of jax's kernel, whose default is tuned on chips
@@ -86,17 +86,22 @@ class Case:
         return pages
 
     @property
-    def queries_per_tile(self) -> int:
-        if self.kernel != "prefill":
-            return 1
+    def prefill(self) -> prefill_kernel.Static:
+        """The tiles of the prefill kernel."""
         q = jax.ShapeDtypeStruct((self.num_tokens, self.num_q_heads, self.head_dim), self.query_dtype)
-        return prefill.query_tile(q, self.kv_pages, self.num_tokens).queries
+        queries = prefill.query_tile(q, self.kv_pages, self.num_tokens)
+        options = (self.soft_cap, True, self.window, self.sinks)
+        return prefill_kernel.Static(prefill.key_tile(self.kv_pages), queries, *options, num_cores=1)
+
+    @property
+    def queries_per_tile(self) -> int:
+        return self.prefill.queries.queries if self.kernel == "prefill" else 1
 
     @property
     def keys_per_tile(self) -> int:
         if self.kernel == "in-tree":
             return IN_TREE_KEYS_PER_TILE
-        return (prefill.key_tile if self.kernel == "prefill" else decode.tile_shape)(self.kv_pages).keys
+        return (self.prefill.keys if self.kernel == "prefill" else decode.tile_shape(self.kv_pages)).keys
 
     @property
     def tile_bytes(self) -> int:
@@ -211,14 +216,14 @@ def bundles_per_tile(loops: list[Loop], case: Case) -> int:
     with_products = [x for x in loops if x.has_products]
     innermost = [x for x in with_products if not any(x.holds(y) for y in with_products)]
     tile = min(innermost, key=lambda x: x.end - x.first)
-    if case.kernel == "prefill":  # it is one head's; the loop around it is one tile's
+    turns = case.num_kv_heads // case.prefill.heads_together if case.kernel == "prefill" else 1
+    if turns > 1:  # it takes some heads; the loop around it takes a tile
         tile = min((x for x in with_products if x.holds(tile)), key=lambda x: x.end - x.first)
     inside = [x for x in loops if tile.holds(x)]
     total = tile.end - tile.first
     for loop in inside:
         # Loops without products start the copies of blocks.
-        trips = case.num_kv_heads if loop.has_products else case.keys_per_tile // case.block_size
-        total += (trips - 1) * (loop.end - loop.first)
+        total += ((turns if loop.has_products else case.keys_per_tile // case.block_size) - 1) * (loop.end - loop.first)
     return total
 
 

@@ -50,6 +50,12 @@ class Static(NamedTuple):
     def group(self) -> int:
         return self.queries.num_q_heads // self.keys.num_kv_heads
 
+    @property
+    def heads_together(self) -> int:
+        """A divisor of H: so many KV heads have up to LINES_TOGETHER lines."""
+        num_heads, lines = self.keys.num_kv_heads, self.group * self.queries.queries
+        return max(x for x in range(1, num_heads + 1) if num_heads % x == 0 and (x == 1 or x * lines <= LINES_TOGETHER))
+
     def scratch_shapes(self) -> list[Any]:
         """In the order in which `kernel` takes them."""
         shapes = [*self.keys.scratch_shapes(), *self.queries.scratch_shapes()]
@@ -151,7 +157,7 @@ class _Kernel:
         if keys.quantised:
             self._read_scales(slot, edges)
         attend_heads = functools.partial(self._attend_heads, slot, edges)
-        jax.lax.fori_loop(0, keys.num_kv_heads // self._heads_together(), attend_heads, None)
+        jax.lax.fori_loop(0, keys.num_kv_heads // self.static.heads_together, attend_heads, None)
         return self.stream.advance(state, refill)
 
     def _edges(self, item: jax.Array, index: jax.Array) -> Edges:
@@ -177,7 +183,7 @@ class _Kernel:
 
     def _attend_heads(self, slot: jax.Array, edges: Edges | None, index: jax.Array, _: None) -> None:
         """Some KV heads: the scores of some lines are under way while those before them are summed."""
-        together = self._heads_together()
+        together = self.static.heads_together
         heads = [index * together + i for i in range(together)]
         values = [self._values(slot, head, edges) for head in heads]
         parts = [(part, head, v) for head, v in zip(heads, values, strict=True) for part in self._parts(head)]
@@ -188,12 +194,6 @@ class _Kernel:
             self._update(part, head, scores, v)
             scores, (part, head, v) = coming_scores, coming
         self._update(part, head, scores, v)
-
-    def _heads_together(self) -> int:
-        """A divisor of H: so many KV heads have about LINES_TOGETHER lines."""
-        num_heads, lines = self.static.keys.num_kv_heads, self.static.group * self.static.queries.queries
-        most = max(1, LINES_TOGETHER // lines)
-        return max(x for x in range(1, num_heads + 1) if num_heads % x == 0 and x <= most)
 
     def _values(self, slot: jax.Array, head: jax.Array, edges: Edges | None) -> jax.Array:
         """V of a head [K, E], 0 from the last visible key on."""
