@@ -133,15 +133,16 @@ LLAMA_3_8B = ModelConfig(
 )
 
 
-def check_engine_step(chip: device_free.Target, kernels: list[str]) -> None:
+def check_engine_step(chip: device_free.Target, kernels: list[str], num_layers: int = 32) -> None:
     """The engine's whole step of Llama 3 8B compiles for a chip, its kernels in it and one pool in its memory."""
-    graphdef, params = nnx.split(Decoder.abstract(LLAMA_3_8B, jnp.bfloat16))
+    config = dataclasses.replace(LLAMA_3_8B, num_layers=num_layers)
+    graphdef, params = nnx.split(Decoder.abstract(config, jnp.bfloat16))
     options: dict[str, Any] = {"block_size": 16, "kv_dtype": jnp.bfloat16, "max_num_seqs": 64, "max_model_len": 8192}
-    state = jax.eval_shape(lambda: EngineState.zeros(LLAMA_3_8B, num_blocks=2048, **options))
+    state = jax.eval_shape(lambda: EngineState.zeros(config, num_blocks=2048, **options))
 
     def run(params: Any, state: EngineState, num_new_tokens: jax.Array, num_steps: jax.Array) -> Any:
         model = nnx.merge(graphdef, params)
-        sizes: dict[str, Any] = {"num_tokens": 64, "max_steps": 8, "num_vocab_tokens": LLAMA_3_8B.vocab_size}
+        sizes: dict[str, Any] = {"num_tokens": 64, "max_steps": 8, "num_vocab_tokens": config.vocab_size}
         return step(model, state, num_new_tokens, num_steps, **sizes, implementation=None)
 
     counts, num_steps = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
