@@ -65,6 +65,7 @@ def test_dtypes(chip: str, dtype: str, kv_dtype: str) -> None:
 
 
 # 16 GiB of a v5e do not hold 8 billion weights of 2 bytes and a pool: there it is half of the layers.
+@pytest.mark.slow  # the sampler over 128,256 tokens takes a TPU's compiler a minute or two
 @pytest.mark.parametrize(("chip", "num_layers"), [("v6e", 32), ("v5e", 16)])
 def test_the_engines_step_of_llama_3_8b(chip: str, num_layers: int) -> None:
     kernels = ["write_kv", "paged_decode", "paged_prefill"]
