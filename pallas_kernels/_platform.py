@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 
@@ -12,19 +13,19 @@ HOPPER = 9  # the major compute capability
 
 def kernel_of_this_platform() -> str | None:
     """ "tpu", "gpu" (Hopper), or None where there is no kernel: CPUs, and GPUs of other kinds, said once."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device  # set where a program is compiled for another machine
+    device = device_of_this_trace()
+    is_gpu_here = isinstance(device, jax.Device) and device.platform == "gpu"
+    if is_gpu_here and not _is_hopper(str(getattr(device, "compute_capability", ""))):
+        _say_no_kernel(device.device_kind)
+        return None
+    return device.platform if device.platform in ("tpu", "gpu") else None
+
+
+def device_of_this_trace() -> Any:
+    """A jax.Device, or the AbstractDevice that is set where a program is compiled for another machine."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
-        platform, kind = abstract.platform, abstract.device_kind
-    else:
-        device = _default_device()
-        platform, kind = device.platform, device.device_kind
-        if platform == "gpu" and not _is_hopper(str(getattr(device, "compute_capability", ""))):
-            _say_no_kernel(kind)
-            return None
-    return platform if platform in ("tpu", "gpu") else None
-
-
-def _default_device() -> jax.Device:
+        return abstract
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(chosen, jax.Device):
         return chosen

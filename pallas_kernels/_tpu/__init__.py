@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _platform
 from pallas_kernels._kv_pages import KVPages
 from pallas_kernels._tpu import decode, prefill
 
@@ -86,6 +87,4 @@ def _num_cores(interpret: Any) -> int:
     """The cores that share a kernel's grid: two on v4 and v5p, elsewhere one."""
     if interpret:
         return getattr(interpret, "num_cores_or_threads", 1)
-    abstract = jax.sharding.get_abstract_mesh().abstract_device  # set where a program is compiled for another machine
-    device = jax.devices()[0] if abstract is None else abstract
-    return getattr(device, "num_cores", None) or 1
+    return getattr(_platform.device_of_this_trace(), "num_cores", None) or 1

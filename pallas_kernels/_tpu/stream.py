@@ -28,20 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._kv_pages import LANES
-from pallas_kernels._tpu.tile import ID_ALIGNMENT, ID_SLOTS, KV_SLOTS, TileShape, flatten_table
-from pallas_kernels._tpu.work import WorkRefs, list_work
-
-__all__ = [
-    "LOG2_E",
-    "KVStream",
-    "Refill",
-    "StreamRefs",
-    "StreamState",
-    "TileShape",
-    "WorkRefs",
-    "flatten_table",
-    "list_work",
-]
+from pallas_kernels._tpu.tile import ID_ALIGNMENT, ID_SLOTS, KV_SLOTS, TileShape
+from pallas_kernels._tpu.work import WorkRefs
 
 LOOKAHEAD = KV_SLOTS - 1  # tiles whose copies are under way while one is computed
 FETCH_AHEAD = 4  # tiles between the fetch of block ids and their use
