@@ -51,8 +51,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
         config = self.config
-        heads = self.qkv(x).reshape(*x.shape[:-1], -1, config.head_dim)
-        q, k, v = jnp.split(heads, [config.num_q_heads, config.num_q_heads + config.num_kv_heads], axis=-2)
+        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        # Cut before it is reshaped to heads: the other way round XLA for TPU relays the weights of all layers, a copy.
+        parts = jnp.split(self.qkv(x), [q_size, q_size + kv_size], axis=-1)
+        q, k, v = (part.reshape(*x.shape[:-1], -1, config.head_dim) for part in parts)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         frequencies, scaling = rope.frequencies(config.rope, config.head_dim, config.max_position_embeddings)
