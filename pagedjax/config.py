@@ -76,6 +76,13 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] | None = None  # None: full attention everywhere
     num_tokens: int | None = None  # None: vocab_size
 
+    @property
+    def largest_window(self) -> int | None:
+        """The most keys any layer looks back on, the query's own among them; None where a layer sees everything."""
+        windows = self.sliding_windows or (None,)
+        known = [window for window in windows if window is not None]
+        return max(known) if len(known) == len(windows) else None
+
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(

@@ -6,6 +6,7 @@ It joins the scheduler (which decides), the runner (which computes) and text. Th
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -89,6 +90,13 @@ class Engine:
             self.abort(request_id)
         self._ended = [output for output in self._ended if output.request_id != request_id]
 
+    def change_params(self, params: Any, *, recompute: bool) -> None:
+        """Uses other weights from the next step on; see `LLM.update_params`."""
+        self.runner.params = params
+        self.scheduler.change_weights(recompute=recompute)
+        if not self.requests:
+            self._flush()
+
     def has_unfinished(self) -> bool:
         return bool(self.requests or self._ended)
 
@@ -127,19 +135,21 @@ class Engine:
         return outputs
 
     def audit(self) -> None:
-        """Checks that an idle engine holds nothing: the device's table and the host's bound.
+        """Checks that an idle engine holds nothing but cached blocks: the device's table and the host's account.
 
         Raises:
             RuntimeError: it is not idle, or something leaked.
         """
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished; an audit needs an idle engine")
-        table = self.runner.state.table
-        block_table.check(table)
+        table, ledger = self.runner.state.table, self.scheduler.ledger
+        cached = ledger.cache.block_ids if ledger.cache is not None else []
+        block_table.check(table, cached)
         free, usable = int(table.num_free_blocks), self.scheduler.num_usable_blocks
-        if not free == self.scheduler.num_free_blocks == usable:
+        if not free == ledger.num_free_blocks == usable - len(cached) or ledger.num_idle_blocks != len(cached):
             raise RuntimeError(
-                f"leak: {free} blocks free on the device, {self.scheduler.num_free_blocks} on the host, {usable} in all"
+                f"leak: {free} blocks free on the device, {ledger.num_free_blocks} on the host, {len(cached)} cached "
+                f"({ledger.num_idle_blocks} of them idle), {usable} in all"
             )
 
     # Adding
@@ -187,24 +197,33 @@ class Engine:
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Takes a result apart; returns the requests that got a token."""
-        self.scheduler.settle(result.num_free_blocks)
+        ledger = self.scheduler.ledger
+        ledger.settle(result.num_free_blocks)
         now = time.monotonic()
         touched: dict[Request, None] = {}
-        start = 0  # of the row's tokens among the step's packed ones, which follow in row order
+        filled = iter(result.filled.tolist())  # in row order, as the tokens are
+        start = 0  # of the row's tokens among the step's packed ones
         for row, part in sorted(plan.scheduled.items()):
             sequence, metrics = part.sequence, part.sequence.request.metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
+            seq_len = int(result.seq_lens[row])
+            if seq_len < part.first_position + part.num_tokens:
+                raise RuntimeError(f"row {row} did not advance: the device holds its sequence for ended")
+            first_block, size = part.first_position // self.scheduler.block_size, self.scheduler.block_size
+            block_ids = list(itertools.islice(filled, seq_len // size - first_block)) if ledger.cache else []
             if sequence.epoch == part.epoch:
-                sequence.num_computed = int(result.seq_lens[row])
-                if sequence.num_computed < part.first_position + part.num_tokens:
-                    raise RuntimeError(f"row {row} did not advance: the device holds its sequence for ended")
+                ledger.advance(sequence, seq_len)
                 self._take_prompt_logprobs(part, result, start)
                 if self._take_tokens(row, sequence, result):
                     metrics.first_token_time = metrics.first_token_time or now
                     touched[sequence.request] = None
+                ledger.fill(sequence, first_block, block_ids)
+                ledger.pass_window(sequence)
                 if sequence.finished:
                     self.scheduler.finish(sequence)
+            else:
+                ledger.discard(block_ids)
             start += part.num_tokens
         return list(touched)
 
@@ -243,11 +262,11 @@ class Engine:
         return request.output()
 
     def _flush(self, outputs: Iterable[RequestOutput] = ()) -> None:
-        """Gives the blocks of the last rows back, for which no further step would come.
+        """Gives back the blocks of the last rows, and what has left the cache, for which no further step would come.
 
         If that fails, `outputs` that were about to be handed out come out of the next `step`.
         """
-        if not self.scheduler.has_releases:
+        if not self.scheduler.has_changes:
             return
         try:
             self.runner.change_rows(self.scheduler.schedule())

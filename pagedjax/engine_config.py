@@ -30,7 +30,7 @@ class EngineConfig:
         decode_steps: most tokens a row may generate in one program before the host looks.
         num_speculative_tokens: must be 0; speculative decoding is not available yet.
         watermark: share of the blocks kept free when a sequence is admitted beside running ones.
-        enable_prefix_caching: must be False; the prefix cache is not available yet.
+        enable_prefix_caching: keep the K/V of full blocks, as long as there is room, for requests that begin alike.
         batch_invariant: compute every step in one fixed shape, so that matrix products give the same bits whatever runs
             beside a request. Slower. What remains: attention takes a single token by another path than a chunk, so
             where a prompt is split or recomputed differently the last bit of a logit can still differ.
@@ -51,7 +51,7 @@ class EngineConfig:
     decode_steps: int = 8
     num_speculative_tokens: int = 0
     watermark: float = 0.01
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     batch_invariant: bool = False
     strict_compile: bool = False
     mesh: Any = None
@@ -88,7 +88,6 @@ class EngineConfig:
             raise ValueError(f"attention={self.attention!r} is not one of {ATTENTION_IMPLEMENTATIONS}")
         for name, off, what in (
             ("num_speculative_tokens", 0, "speculative decoding"),
-            ("enable_prefix_caching", False, "the prefix cache"),
             ("mesh", None, "sharding over a mesh"),
         ):
             if getattr(self, name) != off:

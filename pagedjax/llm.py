@@ -91,6 +91,8 @@ class LLM:
             max_model_len=config.max_model_len,
             decode_steps=config.decode_steps,
             watermark=config.watermark,
+            enable_prefix_caching=config.enable_prefix_caching,
+            window=model.config.largest_window,
         )
         eos_ids = self.tokenizer.eos_ids if self.tokenizer is not None else ()
         self._engine = Engine(
@@ -266,9 +268,7 @@ class LLM:
             raise ValueError(
                 f"{num_unfinished} requests are unfinished; finish or abort them, or pass running='recompute' or 'keep'"
             )
-        self._runner.params = place_params(params, self._runner.params)
-        if running == "recompute":
-            self._engine.scheduler.preempt_all()
+        self._engine.change_params(place_params(params, self._runner.params), recompute=running == "recompute")
 
     def warmup(self) -> None:
         """Compiles every program of `plan`, with a progress bar; afterwards no step compiles."""

@@ -29,9 +29,26 @@ class Scheduled:
     num_tokens: int  # tokens of the first inner step
 
 
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """A sequence that starts in its row: with nothing, with cached blocks, or as a fork of another row.
+
+    Attributes:
+        sequence: what starts.
+        num_tokens: tokens whose K/V is there already.
+        block_ids: of the full cached blocks that hold them; empty for a fork.
+        parent: the row to fork, cut to `num_tokens`; None for no fork.
+    """
+
+    sequence: Sequence
+    num_tokens: int = 0
+    block_ids: tuple[int, ...] = ()
+    parent: int | None = None
+
+
 @dataclasses.dataclass
 class StepPlan:
-    """One step: rows released first, then sequences admitted to rows, then tokens computed.
+    """One step: rows released first, then cached blocks dropped, sequences admitted to rows, and tokens computed.
 
     `num_steps` inner steps run in one program: the first computes `num_new_tokens`, each further one the token that the
     row has just sampled, as long as the row goes on.
@@ -39,7 +56,8 @@ class StepPlan:
 
     num_rows: int
     releases: list[int] = dataclasses.field(default_factory=list)
-    admits: list[Sequence] = dataclasses.field(default_factory=list)
+    drops: list[int] = dataclasses.field(default_factory=list)  # ids of blocks that leave the prefix cache
+    admits: list[Admission] = dataclasses.field(default_factory=list)
     scheduled: dict[int, Scheduled] = dataclasses.field(default_factory=dict)  # by row
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
     num_steps: int = 1
@@ -65,6 +83,8 @@ class StepResult:
         finish: i32[K, R] RUNNING, STOPPED or AT_LENGTH with that token.
         seq_lens: i32[R] tokens of the row with K/V in the pool.
         num_free_blocks: blocks free on the device after the step.
+        filled: ids of the blocks that became full, row after row, each row's in order. The prefix cache has a reference
+            to every one. Empty without a cache.
         ok: False if the pool or a row's table ran out, which the scheduler's reservation rules out.
         logprobs: [K, R], of the sampled tokens; None where no row asked.
         prompt_logprobs: [T], of the token that follows each packed token of the step; None where no row asked.
@@ -74,6 +94,7 @@ class StepResult:
     finish: np.ndarray
     seq_lens: np.ndarray
     num_free_blocks: int
+    filled: np.ndarray
     ok: bool
     logprobs: Any = None
     prompt_logprobs: Any = None

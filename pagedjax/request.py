@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from pagedjax.block import Block, BlockKey
 from pagedjax.outputs import (
     CompletionOutput,
     FinishReason,
@@ -28,7 +29,7 @@ class Sequence:
     """One sample of a request.
 
     `num_computed` includes tokens of steps in flight; it falls back to 0 on preemption, when the row and its blocks are
-    given up and everything is recomputed.
+    given up and everything is recomputed that the prefix cache has not kept.
     """
 
     request: Request
@@ -43,6 +44,11 @@ class Sequence:
     row: int | None = None  # the batch row while running
     epoch: int = 0  # counts the rows given up
     num_computed: int = 0
+    arrival: int = 0  # its place among all sequences; the scheduler serves in this order
+    blocks: list[Block | None] = dataclasses.field(default_factory=list)  # while it has a row; None: behind the window
+    weights_version: int = 0  # of the weights its blocks were computed with
+    keys: list[BlockKey] = dataclasses.field(default_factory=list)  # of its leading full blocks, as far as asked for
+    keys_version: int = 0  # of the weights those keys name
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -58,6 +64,15 @@ class Sequence:
     def num_pending(self) -> int:
         """Known tokens without K/V: 1 for a row that decodes."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose K/V may come from elsewhere: all but the last, whose logits are drawn from, and none
+        that stands before a prompt logprob still to be computed."""
+        known = self.request.prompt_logprobs
+        if known is not None and self.index == 0 and len(known) < len(self.request.prompt_ids):
+            return len(known) - 1
+        return self.num_tokens - 1
 
     @property
     def finished(self) -> bool:
@@ -122,6 +137,7 @@ class Request:
     metrics: RequestMetrics
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None  # filled by the first sequence's prefill, in order
+    num_cached_tokens: int | None = None  # None until it has started
 
     @property
     def finished(self) -> bool:
@@ -134,6 +150,6 @@ class Request:
             prompt_token_ids=list(self.prompt_ids),
             prompt_logprobs=list(self.prompt_logprobs) if self.prompt_logprobs is not None else None,
             outputs=[sequence.output() for sequence in self.sequences],
-            num_cached_tokens=0,
+            num_cached_tokens=self.num_cached_tokens or 0,
             metrics=self.metrics,
         )

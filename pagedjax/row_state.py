@@ -3,7 +3,8 @@
 The history holds prompt and generated tokens; a step reads its inputs there and writes what it samples, so the next
 step can be dispatched before the host has seen the last one's tokens.
 
-Dimensions: R rows, M tokens of history (max_model_len), A rows admitted by one call.
+Dimensions: R rows, M tokens of history (max_model_len), P blocks a row at most; A rows started and D blocks dropped by
+one call.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from pagedjax import block_table
 from pagedjax.block_table import BlockTable
 from pagedjax.row_sampling import RowSampling
 
-# Sequences one `admit` call starts; more take more calls of the same program.
+# Sequences one `change_rows` starts, and cached blocks it drops; more take more calls of the same program.
 ADMITS = 8
+DROPS = 64
+
+NO_PARENT = -1
+
+_MAX_INT32 = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -57,12 +63,30 @@ class Changes:
     """The rare transition of a plan: rows to give up and sequences to put into rows, as host arrays."""
 
     release: np.ndarray  # bool[R]
+    drops: np.ndarray  # i32[D] blocks that leave the prefix cache; NULL_BLOCK for padding
     rows: np.ndarray  # i32[A], num_rows for padding
     lines: RowState  # [A] lines to write there
+    num_tokens: np.ndarray  # i32[A] tokens the row starts with
+    block_ids: np.ndarray  # i32[A, P] the cached blocks that hold them
+    parents: np.ndarray  # i32[A] the row to fork instead, or NO_PARENT
+
+    @staticmethod
+    def none(rows: RowState, max_blocks_per_seq: int) -> Changes:
+        """Changes nothing; to be filled in."""
+        num_rows = rows.num_tokens.shape[0]
+        return Changes(
+            release=np.zeros(num_rows, bool),
+            drops=np.full(DROPS, block_table.NULL_BLOCK, np.int32),
+            rows=np.full(ADMITS, num_rows, np.int32),
+            lines=jax.tree.map(lambda leaf: np.zeros((ADMITS, *leaf.shape[1:]), leaf.dtype), rows),
+            num_tokens=np.zeros(ADMITS, np.int32),
+            block_ids=np.full((ADMITS, max_blocks_per_seq), block_table.NULL_BLOCK, np.int32),
+            parents=np.full(ADMITS, NO_PARENT, np.int32),
+        )
 
 
 def change_rows(table: BlockTable, rows: RowState, changes: Changes) -> tuple[BlockTable, RowState]:
-    """Releases, then admits; a row may be in both. Cost follows what changes.
+    """Releases, drops, adopts, forks, in this order; a row may be released and started. Cost follows what changes.
 
     Args:
         table: the block table.
@@ -70,6 +94,15 @@ def change_rows(table: BlockTable, rows: RowState, changes: Changes) -> tuple[Bl
         changes: what to do; padding lines are dropped.
     """
     table = block_table.release(table, changes.release)
+    table = block_table.drop(table, changes.drops)
+    forks = changes.parents != NO_PARENT
+    adopters = jnp.where(forks, NO_PARENT, changes.rows)  # any number that is no row is padding
+    table = block_table.adopt(table, adopters, changes.block_ids, changes.num_tokens)
+    children = jnp.where(forks, changes.rows, table.max_num_seqs)
+    per_row = jnp.full(table.max_num_seqs, NO_PARENT, jnp.int32)
+    table = block_table.fork(table, per_row.at[children].set(changes.parents, mode="drop"))
+    ends = jnp.full(table.max_num_seqs, _MAX_INT32, jnp.int32)
+    table = block_table.truncate(table, ends.at[children].set(changes.num_tokens, mode="drop"))
     rows = dataclasses.replace(rows, active=rows.active & ~changes.release)
     rows = jax.tree.map(lambda old, new: old.at[changes.rows].set(new, mode="drop"), rows, changes.lines)
     return table, rows

@@ -18,11 +18,11 @@ from flax import nnx
 
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import EngineConfig
-from pagedjax.plan import StepPlan, StepResult
+from pagedjax.plan import Admission, StepPlan, StepResult
 from pagedjax.request import Sequence
 from pagedjax.row_sampling import row_values
-from pagedjax.row_state import ADMITS, Changes, RowState, change_rows
-from pagedjax.step import DeviceResult, EngineState, step
+from pagedjax.row_state import ADMITS, DROPS, Changes, RowState, change_rows
+from pagedjax.step import NUM_COUNTS, DeviceResult, EngineState, step
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Runner:
         self.state = self._fresh_state()
 
     def change_rows(self, plan: StepPlan) -> None:
-        """Applies the plan's releases and admissions."""
+        """Applies the plan's releases, drops and admissions."""
         for changes in self._changes(plan):
             table, rows = self._program("rows")(self.state.table, self.state.rows, changes)
             self.state = EngineState(self.state.kv_pages, table, rows)
@@ -99,8 +99,8 @@ class Runner:
 
     def _fetch(self, plan: StepPlan, result: DeviceResult) -> StepResult:
         num_steps, num_rows = self.config.decode_steps, self.config.max_num_seqs
-        tokens, finish, seq_lens, counts = np.split(
-            np.asarray(result.packed), np.cumsum([num_steps * num_rows, num_steps * num_rows, num_rows])
+        tokens, finish, seq_lens, counts, filled = np.split(
+            np.asarray(result.packed), np.cumsum([num_steps * num_rows, num_steps * num_rows, num_rows, NUM_COUNTS])
         )
         params = [part.sequence.params for part in plan.scheduled.values()]
         wanted = any(p.logprobs is not None for p in params)
@@ -110,28 +110,34 @@ class Runner:
             finish=finish.reshape(num_steps, num_rows),
             seq_lens=seq_lens,
             num_free_blocks=int(counts[0]),
+            filled=filled[: counts[2]],
             ok=bool(counts[1]),
             logprobs=jax.device_get(result.sampled) if wanted else None,
             prompt_logprobs=jax.device_get(result.prompt) if prompt_wanted else None,
         )
 
     def _changes(self, plan: StepPlan) -> list[Changes]:
-        """The plan's changes of rows, ADMITS at a time; the first call does the releases."""
-        if not plan.releases and not plan.admits:
-            return []
-        num_rows = self.config.max_num_seqs
-        release = np.zeros(num_rows, bool)
-        release[plan.releases] = True
-        calls = []
-        for start in range(0, max(len(plan.admits), 1), ADMITS):
-            admits = plan.admits[start : start + ADMITS]
-            rows = np.full(ADMITS, num_rows, np.int32)
-            rows[: len(admits)] = [sequence.row for sequence in admits if sequence.row is not None]
-            lines = [self._line(sequence) for sequence in admits]
-            lines += [self._blank] * (ADMITS - len(lines))
-            calls.append(Changes(release, rows, jax.tree.map(lambda *leaves: np.stack(leaves), *lines)))
-            release = np.zeros(num_rows, bool)
+        """The plan's changes of rows, ADMITS and DROPS at a time; the first call does the releases."""
+        num_calls = max(-(-len(plan.admits) // ADMITS), -(-len(plan.drops) // DROPS), bool(plan.releases))
+        calls = [Changes.none(self.state.rows, self.config.max_blocks_per_seq) for _ in range(num_calls)]
+        for index, changes in enumerate(calls):
+            drops = plan.drops[index * DROPS : (index + 1) * DROPS]
+            changes.drops[: len(drops)] = drops
+            for place, admission in enumerate(plan.admits[index * ADMITS : (index + 1) * ADMITS]):
+                self._start(changes, place, admission)
+        if calls:
+            calls[0].release[plan.releases] = True
         return calls
+
+    def _start(self, changes: Changes, place: int, admission: Admission) -> None:
+        assert admission.sequence.row is not None
+        changes.rows[place] = admission.sequence.row
+        changes.num_tokens[place] = admission.num_tokens
+        changes.block_ids[place, : len(admission.block_ids)] = admission.block_ids
+        if admission.parent is not None:
+            changes.parents[place] = admission.parent
+        line = self._line(admission.sequence)
+        jax.tree.map(lambda leaves, leaf: leaves.__setitem__(place, leaf), changes.lines, line)
 
     def _line(self, sequence: Sequence) -> RowState:
         """A row's line for a sequence, as host arrays."""
@@ -152,10 +158,6 @@ class Runner:
             ),
         }
         return RowState(**line)
-
-    @property
-    def _blank(self) -> RowState:
-        return jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), self.state.rows)
 
     def _fresh_state(self) -> EngineState:
         config = self.config
@@ -183,11 +185,7 @@ class Runner:
 
     def _compile(self, name: str) -> Callable[..., Any]:
         if name == "rows":
-            changes = Changes(
-                np.zeros(self.config.max_num_seqs, bool),
-                np.zeros(ADMITS, np.int32),
-                jax.tree.map(lambda leaf: np.zeros((ADMITS, *leaf.shape[1:]), leaf.dtype), self.state.rows),
-            )
+            changes = Changes.none(self.state.rows, self.config.max_blocks_per_seq)
             jitted = jax.jit(change_rows, donate_argnums=(0, 1))
             return jitted.lower(self.state.table, self.state.rows, changes).compile()
         size = int(name.removeprefix("step[").removesuffix("]"))
@@ -202,6 +200,8 @@ class Runner:
                 max_steps=self.config.decode_steps,
                 num_vocab_tokens=self._num_vocab_tokens,
                 implementation=self.config.attention,
+                retain_filled=self.config.enable_prefix_caching,
+                window=self._model_config.largest_window,
             )
 
         jitted = jax.jit(run, donate_argnums=(1,))

@@ -4,8 +4,8 @@ There is no prefill or decode phase: every sequence's `num_computed` catches up 
 of tokens a step and a pool of blocks. The scheduler decides how many, never which block ids.
 
 Invariants:
-- Sequences are admitted in arrival order, and a preempted one goes back to the front: `waiting` and `running` are both
-  ordered by arrival, and everything running arrived before everything waiting.
+- `waiting` and `running` are both ordered by arrival, and sequences are admitted in this order. Only one that is held,
+  because an earlier one is just computing a prefix that it will share, is passed by later arrivals.
 - Blocks are reserved in arrival order and only later arrivals are preempted for earlier ones, so the oldest running
   sequence advances in every step; since a sequence that cannot fit the empty pool is refused, it ends.
 - A row is given up in one place, `_release`.
@@ -13,12 +13,15 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections import deque
+from bisect import insort
 
-from pagedjax.block_budget import BlockBudget
+from pagedjax.block import Block, BlockKey
+from pagedjax.block_ledger import BlockLedger
 from pagedjax.outputs import FinishReason
-from pagedjax.plan import Scheduled, StepPlan
+from pagedjax.plan import Admission, Scheduled, StepPlan
+from pagedjax.prefix_cache import PrefixCache
 from pagedjax.request import Sequence
 
 
@@ -33,6 +36,8 @@ class Scheduler:
         max_model_len: tokens a sequence.
         decode_steps: most inner steps a plan may ask for.
         watermark: share of the pool that an admission leaves free while others run, so that they can grow.
+        enable_prefix_caching: keep full blocks for later sequences that begin alike.
+        window: the largest sliding window, where every layer has one; None keeps all blocks.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class Scheduler:
         max_model_len: int,
         decode_steps: int = 1,
         watermark: float = 0.01,
+        enable_prefix_caching: bool = False,
+        window: int | None = None,
     ) -> None:
         self.num_usable_blocks = num_blocks - 1
         self.block_size = block_size
@@ -55,23 +62,23 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.decode_steps = decode_steps
         self.watermark_blocks = math.ceil(watermark * self.num_usable_blocks)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.least_free_blocks = self.num_usable_blocks  # since the start, as the host knew it
-        self._budget = BlockBudget(self.num_usable_blocks)
+        self.least_available_blocks = self.num_usable_blocks  # since the start, as the host knew it
+        self.num_prompt_tokens = 0  # of the sequences started, each the first time
+        self.num_cached_tokens = 0  # of those, found in the prefix cache
+        self.ledger = BlockLedger(
+            self.num_usable_blocks, block_size, PrefixCache() if enable_prefix_caching else None, window
+        )
+        self._num_arrivals = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._releases: list[int] = []  # rows given up since the last plan
 
     @property
-    def num_free_blocks(self) -> int:
-        """Lower bound on the free blocks, those of rows about to be released included."""
-        return self._budget.available
-
-    @property
-    def has_releases(self) -> bool:
-        """Whether rows wait for a plan to give their blocks back."""
-        return bool(self._releases)
+    def has_changes(self) -> bool:
+        """Whether rows or cached blocks wait for a plan to give them back."""
+        return bool(self._releases or self.ledger.drops)
 
     def check_fits(self, num_prompt_tokens: int, end_len: int) -> None:
         """Refuses a sequence that could never be finished.
@@ -89,7 +96,7 @@ class Scheduler:
                 f"{self.max_model_len}; shorten the prompt or raise max_model_len"
             )
         # The last token that is sampled is never computed, so it needs no slot.
-        needed = self._blocks(end_len - 1)
+        needed = self.ledger.num_blocks(end_len - 1)
         if needed > self.num_usable_blocks:
             raise ValueError(
                 f"{num_prompt_tokens} prompt tokens + {end_len - num_prompt_tokens} to generate need {needed} "
@@ -101,6 +108,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; raises ValueError if it can never fit."""
         self.check_fits(len(sequence.request.prompt_ids), sequence.end_len)
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
@@ -119,17 +128,27 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def preempt_all(self) -> None:
-        """Sends every running sequence back to the front of the queue, in order; everything is recomputed."""
-        for sequence in reversed(self.running):
+        """Sends every running sequence back into the queue."""
+        for sequence in self.running:
             self._release(sequence)
-            self.waiting.appendleft(sequence)
+            insort(self.waiting, sequence, key=_arrival)
         self.running.clear()
+
+    def change_weights(self, *, recompute: bool) -> None:
+        """New weights are in force: nothing computed with older ones is shared any more.
+
+        Args:
+            recompute: running sequences start over; else they go on with what they have.
+        """
+        self.ledger.change_weights()
+        if recompute:
+            self.preempt_all()
 
     def reset(self) -> None:
         """The device's state is fresh: nothing is held there, nothing is in flight."""
         self.preempt_all()
         self._releases.clear()
-        self._budget.reset(self.num_usable_blocks)
+        self.ledger.reset()
 
     def schedule(self) -> StepPlan:
         """Makes the next plan.
@@ -142,15 +161,12 @@ class Scheduler:
         if not plan.preempted:
             self._admit(plan, budget)
         plan.num_steps = self._extend(plan)
-        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
+        self.least_available_blocks = min(self.least_available_blocks, self.ledger.num_available_blocks)
         plan.releases, self._releases = self._releases, []
+        plan.drops = self.ledger.take_drops()
         if plan.scheduled:  # only then a result comes back; else the credits count towards the next plan that has one
-            self._budget.dispatch()
+            self.ledger.dispatch()
         return plan
-
-    def settle(self, num_free_blocks: int) -> None:
-        """Takes the device's count of free blocks from the oldest plan's result."""
-        self._budget.settle(num_free_blocks)
 
     # How a plan comes about: tokens first, then blocks, then newcomers, then further inner steps.
 
@@ -172,13 +188,13 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Debits the blocks for `num_tokens` more, preempting later arrivals; False if it had to give way itself."""
-        needed = self._growth(sequence, num_tokens)
-        while needed > self._budget.available:
+        needed = self.ledger.growth(sequence, num_tokens)
+        while needed > self.ledger.num_available_blocks:
             victim = self.running[-1]
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        self._budget.debit(needed)
+        self.ledger.debit(needed)
         return True
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -186,22 +202,84 @@ class Scheduler:
 
         A sequence starts only if all its known tokens will fit beside what earlier ones still have to prefill.
         """
-        owed = sum(self._growth(s, s.num_pending) for s in self.running)
+        growth = self.ledger.growth
+        owed = sum(growth(s, s.num_pending) for s in self.running)
+        coming = (
+            {key for part in plan.scheduled.values() for key in self._keys_to_come(part)} if self.waiting else set()
+        )
+        held: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_running:
             sequence = self.waiting[0]
-            needed = self._blocks(sequence.num_tokens)
+            start = self._start(sequence, plan, coming)
+            if start is None:
+                held.append(self.waiting.pop(0))
+                continue
             watermark = self.watermark_blocks if self.running else 0
-            if needed + watermark + owed > self._budget.available:
+            if self._start_cost(sequence, start) + watermark + owed > self.ledger.num_available_blocks:
                 break
-            self.waiting.popleft()
-            sequence.row = self._free_rows.pop()
-            self.running.append(sequence)
-            plan.admits.append(sequence)
-            num_tokens = min(sequence.num_tokens, budget)
+            del self.waiting[0]
+            row = self._start_row(sequence, start, plan)
+            num_tokens = min(sequence.num_pending, budget)
             budget -= num_tokens
-            self._budget.debit(self._growth(sequence, num_tokens))
+            self.ledger.debit(growth(sequence, num_tokens))
             self._schedule(sequence, num_tokens, plan)
-            owed += self._growth(sequence, sequence.num_pending)
+            coming.update(self._keys_to_come(plan.scheduled[row]))
+            owed += growth(sequence, sequence.num_pending)
+        self.waiting[:0] = held
+
+    def _start(self, sequence: Sequence, plan: StepPlan, coming: set[BlockKey]) -> _Start | None:
+        """Where a waiting sequence may start from: a sibling's blocks, cached ones, or nothing. None: it is held."""
+        limit = sequence.num_reusable
+        start = _Start([], 0, None)
+        if self.ledger.cache is not None:
+            keys = self.ledger.keys(sequence, limit // self.block_size)
+            blocks = self.ledger.cache.match(keys)
+            if len(blocks) < len(keys) and keys[len(blocks)] in coming:
+                return None
+            start = _Start(list(blocks), len(blocks) * self.block_size, None)
+        shared = len(sequence.request.prompt_ids) - 1  # the last prompt token is computed by each: its draw differs
+        if start.num_tokens >= min(shared, limit) or shared > limit:
+            return start
+        wait = False
+        for sibling in sequence.request.sequences:
+            if sibling.row is None or sibling.weights_version != self.ledger.weights_version:
+                continue
+            # A fork takes what the device holds before this plan: of a row that this plan starts, nothing.
+            starting = any(admission.sequence is sibling for admission in plan.admits)
+            if starting or plan.scheduled[sibling.row].first_position < shared:
+                wait = True
+            elif self.ledger.reaches_back(sibling, shared):
+                return _Start(list(sibling.blocks), shared, sibling.row)
+        return None if wait else start
+
+    def _start_cost(self, sequence: Sequence, start: _Start) -> int:
+        """Blocks that starting there takes from those available, for all known tokens of the sequence."""
+        num_shared = start.num_tokens // self.block_size
+        woken = sum(block is not None and block.num_rows == 0 for block in start.blocks[:num_shared])
+        return self.ledger.num_blocks(sequence.num_tokens) - num_shared + woken
+
+    def _start_row(self, sequence: Sequence, start: _Start, plan: StepPlan) -> int:
+        sequence.row = row = self._free_rows.pop()
+        sequence.weights_version = self.ledger.weights_version
+        insort(self.running, sequence, key=_arrival)
+        ids = [] if start.parent is not None else [block.block_id for block in start.blocks if block is not None]
+        plan.admits.append(Admission(sequence, start.num_tokens, tuple(i for i in ids if i is not None), start.parent))
+        self.ledger.share(sequence, start.blocks, start.num_tokens)
+        request = sequence.request
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = start.num_tokens
+            self.num_cached_tokens += start.num_tokens
+            self.num_prompt_tokens += len(request.prompt_ids)
+        return row
+
+    def _keys_to_come(self, part: Scheduled) -> list[BlockKey]:
+        """Keys of the full blocks, of tokens it knows, that a running sequence has not filled before this plan."""
+        sequence, first = part.sequence, part.first_position // self.block_size
+        num_known = sequence.num_tokens // self.block_size
+        current = sequence.weights_version == self.ledger.weights_version
+        if self.ledger.cache is None or first == num_known or not current:
+            return []
+        return self.ledger.keys(sequence, num_known)[first:]
 
     def _extend(self, plan: StepPlan) -> int:
         """How many inner steps: no more than the shortest remaining work, and one while anyone prefills."""
@@ -210,9 +288,9 @@ class Scheduler:
             return 1
         steps = min(self.decode_steps, *(p.sequence.end_len - p.sequence.num_tokens for p in parts))
         while steps > 1:
-            needed = sum(self._growth(p.sequence, steps - 1) for p in parts)
-            if needed <= self._budget.available:
-                self._budget.debit(needed)
+            needed = sum(self.ledger.growth(p.sequence, steps - 1) for p in parts)
+            if needed <= self.ledger.num_available_blocks:
+                self.ledger.debit(needed)
                 break
             steps -= 1
         return steps
@@ -220,14 +298,14 @@ class Scheduler:
     def _schedule(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         assert sequence.row is not None
         plan.scheduled[sequence.row] = Scheduled(sequence, sequence.epoch, sequence.num_computed, num_tokens)
-        sequence.num_computed += num_tokens
+        self.ledger.advance(sequence, sequence.num_computed + num_tokens)
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         assert sequence.row is not None
         plan.scheduled.pop(sequence.row, None)
         self.running.remove(sequence)
         self._release(sequence)
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_arrival)
         plan.preempted.append(sequence)
         sequence.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
@@ -235,16 +313,21 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """The one way out of a row: finish, abort, preemption and errors all come here."""
         assert sequence.row is not None
-        self._budget.credit(self._blocks(sequence.num_computed))
+        self.ledger.release(sequence)
         self._releases.append(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row = None
-        sequence.num_computed = 0
         sequence.epoch += 1
 
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
-    def _growth(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that `num_tokens` more would take."""
-        return self._blocks(sequence.num_computed + num_tokens) - self._blocks(sequence.num_computed)
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """What a sequence starts from."""
+
+    blocks: list[Block | None]  # of somebody else; None where a window has passed
+    num_tokens: int  # how many of their tokens it takes over
+    parent: int | None  # the row they are forked from; None: they come from the prefix cache
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

@@ -14,7 +14,7 @@ class Stats:
     """What the engine holds and has done; fields can be read as attributes or by name.
 
     Attributes:
-        kv_usage: share of the usable blocks in use, 0 to 1.
+        kv_usage: share of the usable blocks that rows hold, 0 to 1.
         peak_kv_usage: the highest share since the start, as plans were made.
         num_free_blocks: usable blocks that are free.
         num_cached_blocks: blocks held by the prefix cache alone.
@@ -46,13 +46,13 @@ class Stats:
 
     @classmethod
     def of(cls, engine: Engine) -> Stats:
-        scheduler, runner = engine.scheduler, engine.runner
+        scheduler, runner, ledger = engine.scheduler, engine.runner, engine.scheduler.ledger
         return cls(
-            kv_usage=1.0 - scheduler.num_free_blocks / scheduler.num_usable_blocks,
-            peak_kv_usage=1.0 - scheduler.least_free_blocks / scheduler.num_usable_blocks,
-            num_free_blocks=scheduler.num_free_blocks,
-            num_cached_blocks=0,
-            prefix_hit_rate=0.0,
+            kv_usage=1.0 - ledger.num_available_blocks / scheduler.num_usable_blocks,
+            peak_kv_usage=1.0 - scheduler.least_available_blocks / scheduler.num_usable_blocks,
+            num_free_blocks=ledger.num_free_blocks,
+            num_cached_blocks=ledger.num_idle_blocks,
+            prefix_hit_rate=scheduler.num_cached_tokens / max(scheduler.num_prompt_tokens, 1),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,

@@ -8,7 +8,7 @@ Blocks are appended inside the loop, a token a row at a time, rather than reserv
 that stops early then never holds a block it does not use, and the host has made sure that there are enough.
 
 Dimensions: T token places (static), S = min(T, R) sample slots, R rows, K inner steps at most (static), V vocabulary,
-M = MAX_LOGPROBS.
+M = MAX_LOGPROBS, F blocks that can become full.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ class EngineState:
         )
 
 
+NUM_COUNTS = 3  # in DeviceResult.packed: num_free_blocks, ok, how many of `filled` are blocks
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceResult:
     """What a step leaves for the host. `packed` is always fetched; the rest only where somebody asked for logprobs."""
 
-    packed: jax.Array  # i32[2 * K * R + R + 2]: tokens [K, R], finish [K, R], seq_lens [R], num_free_blocks, ok
+    packed: jax.Array  # i32[2 * K * R + R + 3 + F]: tokens [K, R], finish [K, R], seq_lens [R], the counts, filled [F]
     sampled: TokenLogprobs  # [K, R], of the sampled tokens
     prompt: TokenLogprobs  # [T], of the token that follows each computed one
 
@@ -86,6 +89,8 @@ def step(
     max_steps: int,
     num_vocab_tokens: int,
     implementation: str | None,
+    retain_filled: bool = False,
+    window: int | None = None,
 ) -> tuple[EngineState, DeviceResult]:
     """Runs `num_steps` inner steps.
 
@@ -98,6 +103,8 @@ def step(
         max_steps: K.
         num_vocab_tokens: V without padding: ids that can be drawn are below it.
         implementation: of the attention.
+        retain_filled: take a reference, the prefix cache's, to every block that becomes full, and tell its id.
+        window: give back what lies behind a sliding window of this many tokens that every layer has; None: nothing.
 
     Returns:
         The state after the step, and its result.
@@ -126,10 +133,39 @@ def step(
         logprobs=_no_logprobs(max_steps, num_rows),
     )
     carry = (state, samples, _no_logprobs(num_tokens), jnp.bool_(True))
+    seq_lens = state.table.seq_lens
     state, samples, prompt, ok = jax.lax.fori_loop(0, num_steps, inner, carry)
-    counts = jnp.stack([state.table.num_free_blocks, ok.astype(jnp.int32)])
-    packed = jnp.concatenate([samples.tokens.ravel(), samples.finish.ravel(), state.table.seq_lens, counts])
+    table, filled, num_filled = state.table, jnp.zeros(0, jnp.int32), jnp.int32(0)
+    if retain_filled:
+        num_active = min(num_tokens, num_rows)
+        filled, num_filled = _filled(table, seq_lens, num_active, num_tokens + (max_steps - 1) * num_active)
+        table = block_table.retain(table, filled)
+    if window is not None:
+        table = block_table.free_outside_window(table, window)
+    counts = jnp.stack([table.num_free_blocks, ok.astype(jnp.int32), num_filled])
+    packed = jnp.concatenate([samples.tokens.ravel(), samples.finish.ravel(), table.seq_lens, counts, filled])
+    state = dataclasses.replace(state, table=table)
     return state, DeviceResult(packed, samples.logprobs, prompt)
+
+
+def _filled(
+    table: BlockTable, seq_lens: jax.Array, num_active: int, num_new_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """The blocks that rows have filled since they had `seq_lens` i32[R] tokens: at most `num_active` rows, and
+    `num_new_tokens` tokens in sum.
+
+    Returns:
+        i32[F] ids, row after row, `NULL_BLOCK` past the last; and how many, i32[].
+    """
+    first = seq_lens // table.block_size
+    ends = jnp.cumsum(table.seq_lens // table.block_size - first)  # [R]
+    # A row fills at most ceil(n / B) blocks with n tokens.
+    places = jnp.arange(num_new_tokens // table.block_size + num_active, dtype=jnp.int32)  # [F]
+    row = jnp.minimum(jnp.searchsorted(ends, places, side="right"), table.max_num_seqs - 1)
+    before = jnp.where(row > 0, ends[jnp.maximum(row - 1, 0)], 0)
+    column = jnp.minimum(first[row] + places - before, table.max_blocks_per_seq - 1)
+    filled = jnp.where(places < ends[-1], table.block_tables[row, column], block_table.NULL_BLOCK)
+    return filled, ends[-1]
 
 
 def _no_logprobs(*shape: int) -> TokenLogprobs:

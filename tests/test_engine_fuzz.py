@@ -11,6 +11,7 @@ from typing import Any
 
 import mock_engine
 import mock_model
+import numpy as np
 import pytest
 
 from pagedjax import LLM, RequestOutput, SamplingParams, block_table
@@ -94,11 +95,14 @@ class Driver:
                 self.ended[output.request_id] = output
                 self.check(output)
         table, scheduler = self.engine.runner.state.table, self.engine.scheduler
-        lens, free = table.seq_lens.tolist(), int(table.num_free_blocks)
-        pending = sum(-(-lens[row] // table.block_size) for row in scheduler._releases)
-        assert scheduler.num_free_blocks <= free + pending, "the bound is above the truth"
+        ledger = scheduler.ledger
+        counts = np.array(table.ref_counts)  # as the next plan's releases and drops will leave them
+        np.subtract.at(counts, np.asarray(table.block_tables)[scheduler._releases], 1)
+        np.subtract.at(counts, np.array(ledger.drops, int), 1)
+        assert ledger.num_free_blocks <= np.sum(counts[1:] == 0), "the bound is above the truth"
         if self.rng.random() < 0.02:
-            block_table.check(table)
+            cached = ledger.cache.block_ids if ledger.cache is not None else []
+            block_table.check(table, [*cached, *ledger.drops])
 
     def check(self, output: RequestOutput) -> None:
         params = self.params[output.request_id]

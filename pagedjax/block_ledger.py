@@ -1,0 +1,191 @@
+"""The host's account of blocks: what each sequence holds, what the prefix cache keeps, and how many can be had.
+
+It joins the bound on free blocks, the prefix cache and the blocks of running sequences. What a release gives back
+follows from who else holds a block; a block is allotted by counting it and located by the device alone.
+
+Invariants: a sequence with a row has one entry for each block of its `num_computed` tokens; a block counts the entries
+that name it; a published block without entries rests in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagedjax.block import Block, BlockKey
+from pagedjax.block_budget import BlockBudget
+from pagedjax.prefix_cache import PrefixCache
+from pagedjax.request import Sequence
+
+
+class BlockLedger:
+    """Accounts for the blocks of a pool.
+
+    Args:
+        num_usable_blocks: of the pool, without the null block.
+        block_size: tokens a block.
+        cache: where full blocks are published, or None: nothing is shared but by forks.
+        window: keys a later query can see where every layer has a sliding window, else None.
+    """
+
+    def __init__(self, num_usable_blocks: int, block_size: int, cache: PrefixCache | None, window: int | None) -> None:
+        self.num_usable_blocks, self.block_size, self.window = num_usable_blocks, block_size, window
+        self.cache = cache
+        self.weights_version = 0
+        self.drops: list[int] = []  # ids whose cached reference the next plan gives back
+        self._budget = BlockBudget(num_usable_blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Lower bound on the free blocks, those of rows about to be released included."""
+        return self._budget.available
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Free blocks, and those that only the cache holds."""
+        return self._budget.available + self.num_idle_blocks
+
+    @property
+    def num_idle_blocks(self) -> int:
+        return 0 if self.cache is None else self.cache.num_idle
+
+    def reaches_back(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether it still has what the token after the first `num_tokens` sees, so that they can be forked from it."""
+        first = 0 if self.window is None else max(num_tokens - self.window + 1, 0) // self.block_size
+        return all(block is not None for block in sequence.blocks[first : self.num_blocks(num_tokens)])
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def growth(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that `num_tokens` more would take."""
+        return self.num_blocks(sequence.num_computed + num_tokens) - self.num_blocks(sequence.num_computed)
+
+    # Plans
+
+    def debit(self, num_blocks: int) -> None:
+        """Takes blocks that are available, idle ones if need be."""
+        while num_blocks > self._budget.available and self.cache is not None and self.cache.num_idle:
+            self.drops.append(self.cache.evict())
+            self._budget.credit(1)
+        self._budget.debit(num_blocks)
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence has `num_tokens` computed from now on; its blocks have been debited, or counted by a result."""
+        sequence.num_computed = num_tokens
+        grown = self.num_blocks(num_tokens) - len(sequence.blocks)
+        sequence.blocks += [Block(num_rows=1) for _ in range(grown)]
+
+    def share(self, sequence: Sequence, blocks: Iterable[Block | None], num_tokens: int) -> None:
+        """Starts a sequence from blocks that others hold, and debits the copy of a last one that is not full.
+
+        A sequence computes a token in the plan that starts it, so it copies a shared tail at once.
+        """
+        shared = list(blocks)[: num_tokens // self.block_size]
+        for block in shared:
+            if block is not None:
+                self._hold(block)
+        sequence.blocks = shared
+        if num_tokens % self.block_size:
+            self.debit(1)
+        self.advance(sequence, num_tokens)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back what a sequence holds, the last block first."""
+        freed = 0
+        for index in reversed(range(len(sequence.blocks))):
+            block = sequence.blocks[index]
+            # A result in flight may say that the cache's reference to a full block has been taken, which `fill` drops.
+            in_flight = self.cache is not None and index < sequence.num_computed // self.block_size
+            if block is not None and self._let_go(block) and not (in_flight and block.block_id is None):
+                freed += 1
+        self._budget.credit(freed)
+        sequence.blocks = []
+        sequence.num_computed = 0
+
+    def dispatch(self) -> None:
+        """A plan that brings a result goes to the device."""
+        self._budget.dispatch()
+
+    def take_drops(self) -> list[int]:
+        drops, self.drops = self.drops, []
+        return drops
+
+    # Results
+
+    def settle(self, num_free_blocks: int) -> None:
+        """Takes the device's count of free blocks from the oldest plan's result."""
+        self._budget.settle(num_free_blocks)
+
+    def fill(self, sequence: Sequence, first_block: int, block_ids: list[int]) -> None:
+        """Blocks of a sequence have become full, and the device has taken a reference to each for the cache.
+
+        They are published, unless others with the same tokens are, or their tokens are not known here (a stop string
+        has ended the text before the device's last token).
+        """
+        current = sequence.weights_version == self.weights_version
+        keys = self.keys(sequence, first_block + len(block_ids)) if current else []
+        for index, block_id in enumerate(block_ids, first_block):
+            block = sequence.blocks[index]
+            assert block is not None
+            block.block_id = block_id
+            if self.cache is None or index >= len(keys) or not self.cache.publish(keys[index], block):
+                self.drops.append(block_id)
+
+    def discard(self, block_ids: list[int]) -> None:
+        """Blocks that a sequence had filled when it was given up: nobody holds them but the cache's reference."""
+        self.drops += block_ids
+        self._budget.credit(len(block_ids))
+
+    def pass_window(self, sequence: Sequence) -> None:
+        """Mirrors what the device has given back behind the window; its count of free blocks includes them already."""
+        if self.window is None:
+            return
+        for index in range(max(sequence.num_computed - self.window, 0) // self.block_size):
+            block = sequence.blocks[index]
+            if block is not None:
+                self._let_go(block)
+                sequence.blocks[index] = None
+
+    # The cache
+
+    def keys(self, sequence: Sequence, num_blocks: int) -> list[BlockKey]:
+        """Keys of a sequence's leading full blocks under the present weights, at most `num_blocks`."""
+        if sequence.keys_version != self.weights_version:
+            sequence.keys, sequence.keys_version = [], self.weights_version
+        keys, size = sequence.keys, self.block_size
+        if len(keys) < min(num_blocks, sequence.num_tokens // size):
+            tokens = sequence.token_ids
+            for index in range(len(keys), min(num_blocks, len(tokens) // size)):
+                root = BlockKey.root(self.weights_version, sequence.params.cache_salt)
+                parent = keys[-1].digest if keys else root
+                keys.append(BlockKey.after(parent, tokens[index * size : (index + 1) * size]))
+        return keys[:num_blocks]
+
+    def change_weights(self) -> None:
+        """What has been computed so far belongs to older weights: none of it can be found any more."""
+        self.weights_version += 1
+        if self.cache is not None:
+            idle = self.cache.num_idle
+            self.drops += self.cache.clear()
+            self._budget.credit(idle)
+
+    def reset(self) -> None:
+        """The device's state is fresh; no sequence has a row."""
+        self.drops = []
+        if self.cache is not None:
+            self.cache.clear()
+        self._budget.reset(self.num_usable_blocks)
+
+    def _hold(self, block: Block) -> None:
+        if block.num_rows == 0:
+            assert self.cache is not None
+            self.cache.wake(block)
+        block.num_rows += 1
+
+    def _let_go(self, block: Block) -> bool:
+        """Takes one row off a block; whether the block is free now."""
+        block.num_rows -= 1
+        if block.num_rows == 0 and block.key is not None:
+            assert self.cache is not None
+            self.cache.rest(block)
+        return block.num_rows == 0 and block.key is None
