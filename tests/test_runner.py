@@ -72,8 +72,8 @@ def test_every_size_up_to_a_budget_of_317_has_a_program(monkeypatch: pytest.Monk
     monkeypatch.setattr(llm._runner, "_program", stop)
     for total in (1, 4, 5, 16, 17, 63, 64, 65, 255, 256, 257, 316, 317):
         starts = range(0, total, 47)
-        for start in starts:
-            llm.add_request(str(start), [1] * min(47, total - start), SamplingParams(max_tokens=1))
+        for index, start in enumerate(starts):  # no two begin alike: nothing waits for a prefix
+            llm.add_request(str(start), [index] * min(47, total - start), SamplingParams(max_tokens=1))
         with pytest.raises(KeyboardInterrupt):
             llm.step()
         for start in starts:
