@@ -5,7 +5,7 @@ from pagedjax._version import __version__
 from pagedjax.config import ModelConfig, RopeConfig
 from pagedjax.decoder import Decoder
 from pagedjax.llm import LLM
-from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.outputs import CompletionOutput, RequestOutput, Score
 from pagedjax.sampling_params import SamplingParams
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "RequestOutput",
     "RopeConfig",
     "SamplingParams",
+    "Score",
     "__version__",
     "block_table",
     "capacity",

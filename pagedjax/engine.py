@@ -56,21 +56,46 @@ class Engine:
 
     def add(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
         """Queues a request; raises ValueError with what to change if it cannot be served."""
-        if request_id in self.requests:
-            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
+        self._check_id(request_id)
         self._check_prompt(prompt_ids)
         params.check_vocab(self.vocab_size)
         end_len = min(len(prompt_ids) + params.max_tokens, self.scheduler.max_model_len)
         self.scheduler.check_fits(len(prompt_ids), end_len)
         request = Request(request_id, prompt, prompt_ids, params, RequestMetrics(time.monotonic()))
+        request.sequences = [self._sequence(request, index, end_len) for index in range(params.n)]
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
-        request.sequences = self._sequences(request, end_len)
-        self._num_added += 1
-        self.requests[request_id] = request
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
-        return request
+            request.sequences[0].scores_from = 1
+        return self._queue(request)
+
+    def add_scoring(
+        self, request_id: str, prompt_ids: list[int], continuations: list[list[int]], cache_salt: str | None = None
+    ) -> Request:
+        """Queues continuations of one prompt whose logprobs are wanted: when it ends, the `scores` of its sequences.
+
+        Raises:
+            ValueError: with what to change, if it cannot be served.
+        """
+        self._check_id(request_id)
+        self._check_prompt(prompt_ids)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, n=len(continuations), prompt_logprobs=1, cache_salt=cache_salt
+        )
+        request = Request(request_id, None, prompt_ids, params, RequestMetrics(time.monotonic()))
+        for index, continuation in enumerate(continuations):
+            if not continuation:
+                raise ValueError(f"continuation {index} has no tokens; give at least one")
+            self._check_prompt(continuation)
+            end_len = len(prompt_ids) + len(continuation)
+            if end_len > self.scheduler.max_model_len:
+                raise ValueError(
+                    f"{len(prompt_ids)} prompt tokens + {len(continuation)} of continuation {index} are more than "
+                    f"max_model_len={self.scheduler.max_model_len}; shorten them or raise it"
+                )
+            self.scheduler.check_fits(len(prompt_ids), end_len)
+            sequence = self._sequence(request, index, end_len)
+            sequence.continuation, sequence.scores_from = continuation, len(prompt_ids)
+            request.sequences.append(sequence)
+        return self._queue(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request in whatever state it is; what it has so far comes out of the next `step`.
@@ -154,6 +179,17 @@ class Engine:
 
     # Adding
 
+    def _queue(self, request: Request) -> Request:
+        self._num_added += 1
+        self.requests[request.request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self.requests:
+            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
+
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:
             raise ValueError("the prompt has no tokens; give at least one (an empty text needs a tokenizer with BOS)")
@@ -163,7 +199,7 @@ class Engine:
                     f"prompt token id {token} is outside the vocabulary; ids go from 0 to {self.vocab_size - 1}"
                 )
 
-    def _sequences(self, request: Request, end_len: int) -> list[Sequence]:
+    def _sequence(self, request: Request, index: int, end_len: int) -> Sequence:
         params = request.params
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
         if len(stop_ids) > MAX_STOP_IDS:
@@ -175,23 +211,20 @@ class Engine:
         if seed is None:
             words = np.random.SeedSequence([self.seed, self._num_added]).generate_state(2, np.uint32)
             seed = int(words[0]) << 31 | int(words[1]) >> 1
-        return [
-            Sequence(
-                request=request,
-                index=index,
-                seed=seed,
-                stop_ids=stop_ids,
-                end_len=end_len,
-                text=OutputText(
-                    self.tokenizer,
-                    skip_special_tokens=params.skip_special_tokens,
-                    stop=params.stop,
-                    include_stop=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                ),
-            )
-            for index in range(params.n)
-        ]
+        return Sequence(
+            request=request,
+            index=index,
+            seed=seed,
+            stop_ids=stop_ids,
+            end_len=end_len,
+            text=OutputText(
+                self.tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            ),
+        )
 
     # After a step
 
@@ -214,7 +247,7 @@ class Engine:
             block_ids = list(itertools.islice(filled, seq_len // size - first_block)) if ledger.cache else []
             if sequence.epoch == part.epoch:
                 ledger.advance(sequence, seq_len)
-                self._take_prompt_logprobs(part, result, start)
+                self._take_scores(part, result, start)
                 if self._take_tokens(row, sequence, result):
                     metrics.first_token_time = metrics.first_token_time or now
                     touched[sequence.request] = None
@@ -242,18 +275,18 @@ class Engine:
             took = True
         return took
 
-    def _take_prompt_logprobs(self, part: Scheduled, result: StepResult, start: int) -> None:
-        """Stores the logprobs of prompt tokens that follow the ones just computed, each once, in order."""
-        request = part.sequence.request
-        wanted = request.params.prompt_logprobs
-        known = request.prompt_logprobs
-        if wanted is None or known is None or part.sequence.index != 0:
+    def _take_scores(self, part: Scheduled, result: StepResult, start: int) -> None:
+        """Stores the wanted logprobs of known tokens that follow the ones just computed, each once, in order."""
+        sequence = part.sequence
+        num_top = sequence.params.prompt_logprobs
+        if num_top is None or sequence.next_score is None:
             return
+        given = sequence.given_ids
         for offset in range(part.num_tokens):
             position = part.first_position + offset + 1
-            if position == len(known) and position < len(request.prompt_ids):
-                token = request.prompt_ids[position]
-                known.append(_logprob_entry(result.prompt_logprobs, (start + offset,), token, wanted))
+            if position == sequence.next_score:
+                entry = _logprob_entry(result.prompt_logprobs, (start + offset,), given[position], num_top)
+                sequence.scores.append(entry)
 
     def _close(self, request: Request) -> RequestOutput:
         if request.finished:

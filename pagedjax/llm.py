@@ -24,9 +24,9 @@ from pagedjax.engine_config import EngineConfig
 from pagedjax.loaders import load_checkpoint, load_tokenizer
 from pagedjax.memory import kv_pool_dtype, kv_token_bytes, num_pool_blocks
 from pagedjax.outbox import Outbox
-from pagedjax.outputs import RequestOutput
+from pagedjax.outputs import RequestOutput, Score
 from pagedjax.params import param_dtype, place_params
-from pagedjax.prompts import Prompt, at_index, match_params, parse_prompt, parse_prompts
+from pagedjax.prompts import Prompt, at_index, match_params, parse_continuations, parse_prompt, parse_prompts
 from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler
@@ -209,6 +209,39 @@ class LLM:
         deltas = self._stream(request_id)
         next(deltas)  # a generator that has begun is also cleaned up if nobody ever asks it for text
         return deltas
+
+    # How likely given texts are
+
+    def score(self, prompt: Any, continuations: Sequence[Any], *, cache_salt: str | None = None) -> list[Score]:
+        """Log-probabilities of continuations of one prompt, which is computed once; each continuation forks it.
+
+        Args:
+            prompt: text or token ids.
+            continuations: texts, or lists of token ids. A text's tokens are those that prompt and continuation have
+                together beyond the prompt's own, so begin it with the space that belongs to it.
+            cache_salt: as in `SamplingParams`.
+
+        Returns:
+            One Score a continuation, in their order.
+
+        Raises:
+            ValueError: something cannot be scored; the message says what to change.
+        """
+        text, ids = parse_prompt(prompt, self.tokenizer)
+        request_id = self._new_id("score")
+        parsed = parse_continuations(continuations, text, ids, self.tokenizer)
+        if not parsed:
+            return []
+        request = self._engine.add_scoring(request_id, ids, parsed, cache_salt)
+        box = self._outbox.claim([request_id])
+        try:
+            while not request.finished:
+                self._outbox.take(box)
+        finally:
+            self._outbox.give_up([request_id])
+        if any(sequence.next_score is not None for sequence in request.sequences):
+            raise RuntimeError("scoring ended early; the engine has logged why")
+        return [sequence.score() for sequence in request.sequences]
 
     # One step at a time
 

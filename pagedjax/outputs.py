@@ -35,6 +35,23 @@ class CompletionOutput:
     stop_reason: int | str | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How likely a continuation is after a prompt.
+
+    Attributes:
+        logprob: natural-log probability of the whole continuation, the sum of `token_logprobs`.
+        is_greedy: whether every token of it is the most likely one at its place.
+        token_logprobs: one value a token, from the raw logits.
+        token_ids: the continuation as the model sees it.
+    """
+
+    logprob: float
+    is_greedy: bool
+    token_logprobs: list[float]
+    token_ids: list[int]
+
+
 @dataclasses.dataclass
 class RequestMetrics:
     """Times of a request in seconds on `time.monotonic`'s clock; None until it happened."""

@@ -58,6 +58,39 @@ def parse_prompts(prompts: Any, tokenizer: TextTokenizer | None) -> list[Prompt]
     return [at_index(index, parse_prompt, prompt, tokenizer) for index, prompt in enumerate(prompts)]
 
 
+def parse_continuations(
+    continuations: Any, prompt_text: str | None, prompt_ids: list[int], tokenizer: TextTokenizer | None
+) -> list[list[int]]:
+    """Token ids of continuations of one prompt.
+
+    A text's tokens are those that prompt and continuation have together beyond the prompt's own; the prompt has to be
+    text too, so that both can be encoded together.
+
+    Raises:
+        ValueError: naming the continuation's index.
+    """
+    if isinstance(continuations, str) or not _is_sequence(continuations):
+        raise ValueError("continuations is a list, of texts or of lists of token ids; put a single one into a list")
+
+    def parse(continuation: Any) -> list[int]:
+        if not isinstance(continuation, str):
+            return parse_prompt(continuation, tokenizer).token_ids
+        if prompt_text is None or tokenizer is None:
+            raise ValueError("a text continues a text prompt; give token ids after a prompt of token ids")
+        ids = tokenizer.encode(prompt_text + continuation)[len(prompt_ids) :]
+        if not ids:
+            raise ValueError(f"{continuation!r} adds no tokens to the prompt; give some text")
+        return ids
+
+    found = []
+    for index, continuation in enumerate(continuations):
+        try:
+            found.append(parse(continuation))
+        except ValueError as error:
+            raise ValueError(f"continuation {index}: {error}") from error
+    return found
+
+
 def match_params(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     """One SamplingParams for each prompt, from one for all or one each; None is the default."""
     if params is None or isinstance(params, SamplingParams):

@@ -1,6 +1,7 @@
 """A request and its sequences on the host: what was asked, what has been computed, how it ended.
 
-A request with `n` samples has n sequences; the scheduler knows sequences only. A sequence is one notion for prefill and
+A request with `n` samples has n sequences, and one that scores continuations has one for each; they begin with the same
+prompt. The scheduler knows sequences only. A sequence is one notion for prefill and
 decode: `num_computed` tokens have K/V in the pool and catch up with `num_tokens`, the tokens that are known.
 """
 
@@ -17,6 +18,7 @@ from pagedjax.outputs import (
     PromptLogprobs,
     RequestMetrics,
     RequestOutput,
+    Score,
 )
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.text import OutputText
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One sample of a request.
+    """One sample of a request, or one continuation to be scored.
 
     `num_computed` includes tokens of steps in flight; it falls back to 0 on preemption, when the row and its blocks are
     given up and everything is recomputed that the prefix cache has not kept.
@@ -38,6 +40,9 @@ class Sequence:
     stop_ids: frozenset[int]  # end tokens (unless ignored) and stop_token_ids
     end_len: int  # num_tokens at which the sequence ends by length
     text: OutputText
+    continuation: list[int] = dataclasses.field(default_factory=list)  # tokens after the prompt that are to be scored
+    scores_from: int | None = None  # position of the first known token whose logprob is wanted; None: of none
+    scores: Logprobs = dataclasses.field(default_factory=list)  # of the known tokens from there on
     output_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: Logprobs = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -57,8 +62,14 @@ class Sequence:
         return self.request.params
 
     @property
+    def given_ids(self) -> list[int]:
+        """The tokens that are not drawn: the prompt, and a continuation that is to be scored."""
+        return self.request.prompt_ids + self.continuation
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.output_ids)
+        """Tokens to compute K/V of, but for one yet to be drawn. Of a continuation's last token nobody needs it."""
+        return len(self.request.prompt_ids) + max(len(self.continuation) - 1, 0) + len(self.output_ids)
 
     @property
     def num_pending(self) -> int:
@@ -69,10 +80,14 @@ class Sequence:
     def num_reusable(self) -> int:
         """Leading tokens whose K/V may come from elsewhere: all but the last, whose logits are drawn from, and none
         that stands before a prompt logprob still to be computed."""
-        known = self.request.prompt_logprobs
-        if known is not None and self.index == 0 and len(known) < len(self.request.prompt_ids):
-            return len(known) - 1
-        return self.num_tokens - 1
+        return min(self.num_tokens, self.next_score or self.num_tokens) - 1
+
+    @property
+    def next_score(self) -> int | None:
+        """Position of the next known token whose logprob is wanted; None when there is none left."""
+        if self.scores_from is None or self.scores_from + len(self.scores) >= len(self.given_ids):
+            return None
+        return self.scores_from + len(self.scores)
 
     @property
     def finished(self) -> bool:
@@ -80,7 +95,8 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.request.prompt_ids + self.output_ids
+        """Those of `num_tokens`."""
+        return self.request.prompt_ids + self.continuation[:-1] + self.output_ids
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the sequence; text that was held back comes out, and may still complete a stop string.
@@ -113,6 +129,13 @@ class Sequence:
         elif at_length:
             self.finish("length")
 
+    def score(self) -> Score:
+        """Of its continuation, once all of it has been computed."""
+        pairs = list(zip(self.continuation, self.scores, strict=True))
+        logprobs = [entry[token] for token, entry in pairs]
+        is_greedy = all(token == next(iter(entry)) for token, entry in pairs)
+        return Score(sum(logprobs), is_greedy, logprobs, list(self.continuation))
+
     def output(self) -> CompletionOutput:
         wanted = self.params.logprobs is not None
         return CompletionOutput(
@@ -136,19 +159,23 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None  # filled by the first sequence's prefill, in order
     num_cached_tokens: int | None = None  # None until it has started
 
     @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
 
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """The prompt's logprobs as far as known, which the first sequence computes; None where nobody asked."""
+        return None if self.params.prompt_logprobs is None else [None, *self.sequences[0].scores]
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_ids),
-            prompt_logprobs=list(self.prompt_logprobs) if self.prompt_logprobs is not None else None,
+            prompt_logprobs=self.prompt_logprobs,
             outputs=[sequence.output() for sequence in self.sequences],
             num_cached_tokens=self.num_cached_tokens or 0,
             metrics=self.metrics,

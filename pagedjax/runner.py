@@ -104,7 +104,7 @@ class Runner:
         )
         params = [part.sequence.params for part in plan.scheduled.values()]
         wanted = any(p.logprobs is not None for p in params)
-        prompt_wanted = any(p.prompt_logprobs is not None for p in params)
+        prompt_wanted = any(part.sequence.next_score is not None for part in plan.scheduled.values())
         return StepResult(
             tokens=tokens.reshape(num_steps, num_rows),
             finish=finish.reshape(num_steps, num_rows),
@@ -144,14 +144,14 @@ class Runner:
         request = sequence.request
         tokens = np.zeros(self.config.max_model_len, np.int32)
         tokens[: sequence.num_tokens] = sequence.token_ids
-        known = len(request.prompt_logprobs or ())
-        wants_prompt = request.params.prompt_logprobs is not None and sequence.index == 0
+        given = sequence.given_ids  # the last of a continuation is read as a target, and then drawn over
+        tokens[: len(given)] = given
         line: dict[str, Any] = {
             "tokens": tokens,
             "num_tokens": np.int32(sequence.num_tokens),
-            "prompt_len": np.int32(len(request.prompt_ids)),
+            "prompt_len": np.int32(len(given)),
             "end_len": np.int32(sequence.end_len),
-            "prompt_logprobs_from": np.int32(known if wants_prompt else len(request.prompt_ids)),
+            "prompt_logprobs_from": np.int32(sequence.next_score or len(given)),
             "active": np.bool_(True),
             "sampling": row_values(
                 request.params, seed=sequence.seed, sample_index=sequence.index, stop_ids=sorted(sequence.stop_ids)

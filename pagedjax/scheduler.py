@@ -143,6 +143,8 @@ class Scheduler:
         self.ledger.change_weights()
         if recompute:
             self.preempt_all()
+            for sequence in self.waiting:
+                sequence.scores.clear()
 
     def reset(self) -> None:
         """The device's state is fresh: nothing is held there, nothing is in flight."""
