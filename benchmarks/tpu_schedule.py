@@ -176,8 +176,10 @@ def function_of(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def compile_case(chip: str, name: str) -> None:
-    function, arguments = function_of(CASES[name])
-    device_free.compile_for(device_free.target(chip), function, *arguments)
+    target = device_free.target(chip)
+    with device_free.tracing_for(target.abstract):
+        function, arguments = function_of(CASES[name])
+    device_free.compile_for(target, function, *arguments)
 
 
 @dataclasses.dataclass(frozen=True)

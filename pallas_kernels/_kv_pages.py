@@ -1,11 +1,14 @@
 """The KV pool: one array for all layers whose layout only this package knows, and how whole blocks of it are used.
 
 Where head_dim is a multiple of 128 (the lanes of a TPU register) the pool is `[L, N, 2, H, B, D]`, K and V apart;
-else `[L, N, H, B, 2 * D]`, K and V side by side, so that two heads of 64 fill the lanes instead of padding them.
-Either way one block of one layer is contiguous, all its heads and both K and V. A quantised pool (int8, float8_e4m3fn)
-has beside it `scales`, float32 `[L, N, 2, H * B]`: the K scales of a block, head after head, then its V scales. The
-updates (`copy_blocks` here, `write_kv`) are in place where the pool is donated, also as the carry of a `lax.scan` over
-layers.
+else `[L, N, H, B, E]`, K and V side by side, so that two heads of 64 fill the lanes instead of padding them. Either way
+one block of one layer is contiguous, all its heads and both K and V. A quantised pool (int8, float8_e4m3fn) has beside
+it `scales`, float32 `[L, N, 2, F]`: the K scales of a block, head after head, then its V scales. The updates
+(`copy_blocks` here, `write_kv`) are in place where the pool is donated, also as the carry of a `lax.scan` over layers.
+
+E is 2 * D and F is H * B, on a TPU rounded up to whole lanes. Its memory pads them so anyway; but where the shape does
+not say so, XLA picks another order of the axes than the kernels need, and copies the pool at every call. The padding
+comes last, is zero in every line that was written, and reaches no result.
 
 L layers, N blocks (the null block included), H KV heads, B tokens a block, D head_dim.
 """
@@ -18,6 +21,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _platform
 from pallas_kernels._kv_quantise import dequantise, is_quantised
 
 LANES = 128
@@ -26,14 +30,22 @@ SUPPORTED_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8
 K_PART = 0
 V_PART = 1
 
+WHOLE_LINE = 0  # as a head_dim: K and V fill their line
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVPages:
     """The paged KV cache of all layers. A pytree; make one with `KVPages.zeros`, and treat its layout as private."""
 
-    pool: jax.Array  # [L, N, 2, H, B, D] or [L, N, H, B, 2 * D], see the module
-    scales: jax.Array | None = None  # f32[L, N, 2, H * B] of a quantised pool: value = stored * scale
+    pool: jax.Array  # [L, N, 2, H, B, D] or [L, N, H, B, E], see the module
+    scales: jax.Array | None = None  # f32[L, N, 2, F] of a quantised pool: value = stored * scale
+    head_dim: int = dataclasses.field(default=WHOLE_LINE, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # What jax puts in the place of an array may have no shape; then the head_dim is known already.
+        if self.head_dim == WHOLE_LINE and hasattr(self.pool, "shape"):
+            object.__setattr__(self, "head_dim", self.pool.shape[-1] // (2 if self.kv_on_lanes else 1))
 
     @staticmethod
     def zeros(
@@ -56,7 +68,7 @@ class KVPages:
                 a float32 scale a token and head.
 
         Returns:
-            A pool of zeros.
+            A pool of zeros for the device of this trace: on a TPU with the padding that the module speaks of.
 
         Raises:
             ValueError: a size below 1, or a dtype outside the list.
@@ -68,23 +80,19 @@ class KVPages:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
         }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be at least 1")
         dtype = jnp.dtype(dtype)
-        if dtype.name not in SUPPORTED_DTYPES:
-            raise ValueError(f"a KV pool of dtype {dtype.name} is not supported; use one of {SUPPORTED_DTYPES}")
-        if dtype != jax.dtypes.canonicalize_dtype(dtype):
-            raise ValueError(f"a KV pool of dtype {dtype.name} needs jax_enable_x64; it is off")
+        _check_pool(sizes, dtype)
+        on_tpu = _platform.device_of_this_trace().platform == "tpu"
+        line, scales_line = 2 * head_dim, num_kv_heads * block_size
+        if on_tpu:
+            line, scales_line = round_up_to_lanes(line), round_up_to_lanes(scales_line)
         shape: tuple[int, ...]
         if head_dim % LANES == 0:
             shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
         else:
-            shape = (num_layers, num_blocks, num_kv_heads, block_size, 2 * head_dim)
-        if not is_quantised(dtype):
-            return KVPages(jnp.zeros(shape, dtype))
-        scales = jnp.zeros((num_layers, num_blocks, 2, num_kv_heads * block_size), jnp.float32)
-        return KVPages(jnp.zeros(shape, dtype), scales)
+            shape = (num_layers, num_blocks, num_kv_heads, block_size, line)
+        scales = jnp.zeros((num_layers, num_blocks, 2, scales_line), jnp.float32) if is_quantised(dtype) else None
+        return KVPages(jnp.zeros(shape, dtype), scales, head_dim)
 
     @property
     def kv_on_lanes(self) -> bool:
@@ -110,10 +118,6 @@ class KVPages:
         return self.pool.shape[-2]
 
     @property
-    def head_dim(self) -> int:
-        return self.pool.shape[-1] // (2 if self.kv_on_lanes else 1)
-
-    @property
     def dtype(self) -> jnp.dtype:
         """What is stored: int8 or float8_e4m3fn for a quantised pool."""
         return self.pool.dtype
@@ -123,14 +127,42 @@ class KVPages:
         return self.scales is not None
 
     @property
+    def is_padded(self) -> bool:
+        """Whether anything lies behind the values of a line, or behind the scales."""
+        used = self.head_dim * (2 if self.kv_on_lanes else 1)
+        scales_used = self.num_kv_heads * self.block_size
+        return self.pool.shape[-1] > used or (self.scales is not None and self.scales.shape[-1] > scales_used)
+
+    @property
     def num_slots(self) -> int:
         """Token positions a layer; `write_kv` drops a slot outside [0, num_slots)."""
         return self.num_blocks * self.block_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole pool, all layers, the scales included."""
+        """Bytes of the whole pool, all layers, the scales and a TPU's padding included."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+def _check_pool(sizes: dict[str, int], dtype: jnp.dtype) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    if dtype.name not in SUPPORTED_DTYPES:
+        raise ValueError(f"a KV pool of dtype {dtype.name} is not supported; use one of {SUPPORTED_DTYPES}")
+    if dtype != jax.dtypes.canonicalize_dtype(dtype):
+        raise ValueError(f"a KV pool of dtype {dtype.name} needs jax_enable_x64; it is off")
+
+
+def round_up_to_lanes(size: int) -> int:
+    return -(-size // LANES) * LANES
+
+
+def side_by_side(k: jax.Array, v: jax.Array, line: int) -> jax.Array:
+    """k and v [..., D] on one line [..., line], zeros behind them."""
+    kv = jnp.concatenate([k, v], axis=-1)
+    padding = line - kv.shape[-1]
+    return jnp.pad(kv, [(0, 0)] * (kv.ndim - 1) + [(0, padding)]) if padding else kv
 
 
 def copy_blocks(
@@ -215,7 +247,7 @@ def read_blocks(kv_pages: KVPages, layer: jax.typing.ArrayLike, block_ids: jax.A
     k, v = _read_stored(kv_pages, layer, block_ids)
     if kv_pages.scales is None:
         return k, v
-    k_scale, v_scale = _read_scales(kv_pages.scales, layer, block_ids, kv_pages.num_kv_heads)
+    k_scale, v_scale = _read_scales(kv_pages, kv_pages.scales, layer, block_ids)
     return dequantise(k, k_scale), dequantise(v, v_scale)
 
 
@@ -226,19 +258,20 @@ def _read_stored(kv_pages: KVPages, layer: jax.typing.ArrayLike, block_ids: jax.
     if kv_pages.kv_on_lanes:
         # One gather that is cut in two: on a CPU two gathers of half a line took longer than the extra copy.
         kv = kv_pages.pool.at[layer, ids, heads].get(mode="promise_in_bounds").reshape(shape)
-        return kv[..., : kv_pages.head_dim], kv[..., kv_pages.head_dim :]
+        return kv[..., : kv_pages.head_dim], kv[..., kv_pages.head_dim : 2 * kv_pages.head_dim]
     k = kv_pages.pool.at[layer, ids, K_PART, heads].get(mode="promise_in_bounds").reshape(shape)
     v = kv_pages.pool.at[layer, ids, V_PART, heads].get(mode="promise_in_bounds").reshape(shape)
     return k, v
 
 
 def _read_scales(
-    scales: jax.Array, layer: jax.typing.ArrayLike, block_ids: jax.Array, num_heads: int
+    kv_pages: KVPages, scales: jax.Array, layer: jax.typing.ArrayLike, block_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The K and V scales of blocks: ids [..., P] give f32[..., H, P * B] each."""
-    ids = jnp.clip(block_ids, 0, scales.shape[1] - 1)
-    both = scales.at[layer, ids].get(mode="promise_in_bounds")  # [..., P, 2, H * B]
-    both = jnp.moveaxis(both.reshape(*both.shape[:-1], num_heads, -1), -4, -2)  # [..., 2, H, P, B]
+    ids = jnp.clip(block_ids, 0, kv_pages.num_blocks - 1)
+    both = scales.at[layer, ids].get(mode="promise_in_bounds")  # [..., P, 2, F]
+    both = both[..., : kv_pages.num_kv_heads * kv_pages.block_size]
+    both = jnp.moveaxis(both.reshape(*both.shape[:-1], kv_pages.num_kv_heads, -1), -4, -2)  # [..., 2, H, P, B]
     both = both.reshape(*both.shape[:-2], -1)
     return both[..., K_PART, :, :], both[..., V_PART, :, :]
 

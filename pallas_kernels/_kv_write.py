@@ -7,13 +7,14 @@ L layers, N blocks, H KV heads, B tokens a block, D head_dim, T tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _platform
-from pallas_kernels._kv_pages import KVPages, check_integers
+from pallas_kernels._kv_pages import KVPages, check_integers, side_by_side
 from pallas_kernels._kv_quantise import quantise
 
 WRITERS = ("xla", "tpu")
@@ -113,13 +114,15 @@ def _write(kv_pages: KVPages, layer: jax.Array, k: jax.Array, v: jax.Array, slot
     block = jnp.where(in_pool, slot_mapping // block_size, kv_pages.num_blocks)
     offset = jnp.where(in_pool, slot_mapping % block_size, 0)
     if kv_pages.scales is None:
-        return KVPages(_write_values(kv_pages, layer, k, v, block, offset))
+        return dataclasses.replace(kv_pages, pool=_write_values(kv_pages, layer, k, v, block, offset))
     (k, k_scale), (v, v_scale) = quantise(k, kv_pages.dtype), quantise(v, kv_pages.dtype)
     scales = jnp.stack([k_scale, v_scale], axis=1)  # [T, 2, H]
     parts, heads = jnp.arange(2)[None, :, None], jnp.arange(kv_pages.num_kv_heads)[None, None, :]
     target = kv_pages.scales.at[layer, block[:, None, None], parts, heads * block_size + offset[:, None, None]]
-    return KVPages(
-        _write_values(kv_pages, layer, k, v, block, offset), target.set(scales, mode="drop", unique_indices=True)
+    return dataclasses.replace(
+        kv_pages,
+        pool=_write_values(kv_pages, layer, k, v, block, offset),
+        scales=target.set(scales, mode="drop", unique_indices=True),
     )
 
 
@@ -130,7 +133,7 @@ def _write_values(
     heads = jnp.arange(kv_pages.num_kv_heads)
     # Every axis but the last is indexed: left as a slice, it makes XLA for TPU copy the pool.
     if kv_pages.kv_on_lanes:
-        tokens = jnp.concatenate([k, v], axis=-1)  # [T, H, 2 * D]
+        tokens = side_by_side(k, v, kv_pages.pool.shape[-1])  # [T, H, E]; the padding is indexed like the rest
         target = kv_pages.pool.at[layer, block[:, None], heads[None, :], offset[:, None]]
     else:
         tokens = jnp.stack([k, v], axis=1)  # [T, 2, H, D]

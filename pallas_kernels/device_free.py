@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -82,6 +83,13 @@ def target(name: str) -> Target:
     raise ValueError(f"no target is called {name!r}; use one of {(*TPU_TOPOLOGIES, 'h200')}")
 
 
+def tracing_for(device: AbstractDevice) -> AbstractContextManager[Any]:
+    """While it is entered, traces are for a device that is not there: `jax.eval_shape` of `KVPages.zeros`, for example,
+    gives the pool as it is on that device."""
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
 def compile_for(chip: Target, function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> jax.stages.Compiled:
     """Compiles `function` for a chip.
 
@@ -96,7 +104,6 @@ def compile_for(chip: Target, function: Callable[..., Any], *arguments: Any, **j
     """
     sharding = SingleDeviceSharding(chip.device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=chip.abstract)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with tracing_for(chip.abstract):
         traced = jax.jit(function, **jit_options).trace(*shapes)
         return traced.lower(lowering_platforms=(chip.platform,)).compile()

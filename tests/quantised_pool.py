@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +45,14 @@ def slots(problem: oracle.Problem) -> np.ndarray:
     return np.concatenate([line[p // block_size] * block_size + p % block_size for line, p in lines]).astype(np.int32)
 
 
-def quantise(problem: oracle.Problem, dtype: str) -> tuple[KVPages, oracle.Problem]:
+def quantise(
+    problem: oracle.Problem, dtype: str, zeros: Callable[..., KVPages] = KVPages.zeros
+) -> tuple[KVPages, oracle.Problem]:
     """The problem's tokens in a quantised pool, poisoned elsewhere, and the problem whose K and V are what it holds."""
     pages = problem.kv_pages
     sizes = (pages.num_layers, pages.num_blocks, pages.block_size, pages.num_kv_heads, pages.head_dim)
     k, v = (jnp.asarray(np.concatenate(x), jnp.float32) for x in (problem.keys, problem.values))
-    empty = poisoned(KVPages.zeros(*sizes, dtype))
+    empty = poisoned(zeros(*sizes, dtype))
     pool = write_kv(empty, problem.layer, k, v, jnp.asarray(slots(problem)))
     keys, values = ([round_trip(x, dtype) for x in rows] for rows in (problem.keys, problem.values))
     return pool, dataclasses.replace(problem, keys=keys, values=values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,7 @@ def attention(
     heads: Heads, work: Work, *, dtype: Any, kv_dtype: Any = None, block_size: int = 16
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A write and the attention after it, as a layer does them: the function, and the shapes of its arguments; donate
-    the pool, the first."""
+    the pool, the first. The pool is that of the device that is traced for."""
     pool = jax.eval_shape(
         lambda: KVPages.zeros(NUM_LAYERS, NUM_BLOCKS, block_size, heads.num_kv_heads, heads.head_dim, kv_dtype or dtype)
     )
@@ -119,6 +120,13 @@ def assert_pool_in_place(compiled: jax.stages.Compiled, pool: KVPages) -> None:
     assert memory.temp_size_in_bytes < pool.nbytes / 4
 
 
+def assert_nothing_copied(compiled: jax.stages.Compiled, pool: KVPages) -> None:
+    """No array of the pool is copied into another order. The memory says so only of a copy too large for VMEM."""
+    for x in jax.tree.leaves(pool):
+        shape = ",".join(str(size) for size in x.shape)
+        assert not re.search(rf"\[{shape}\]\S* copy\(", compiled.as_text()), f"[{shape}] is copied"
+
+
 LLAMA_3_8B = ModelConfig(
     family="llama",
     vocab_size=128256,
@@ -138,7 +146,8 @@ def check_engine_step(chip: device_free.Target, kernels: list[str], num_layers: 
     config = dataclasses.replace(LLAMA_3_8B, num_layers=num_layers)
     graphdef, params = nnx.split(Decoder.abstract(config, jnp.bfloat16))
     options: dict[str, Any] = {"block_size": 16, "kv_dtype": jnp.bfloat16, "max_num_seqs": 64, "max_model_len": 8192}
-    state = jax.eval_shape(lambda: EngineState.zeros(config, num_blocks=2048, **options))
+    with device_free.tracing_for(chip.abstract):
+        state = jax.eval_shape(lambda: EngineState.zeros(config, num_blocks=2048, **options))
 
     def run(params: Any, state: EngineState, num_new_tokens: jax.Array, num_steps: jax.Array) -> Any:
         model = nnx.merge(graphdef, params)

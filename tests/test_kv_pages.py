@@ -1,19 +1,25 @@
 """The pool: what is written is read back, what is out of range is dropped, and updates are in place."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import padded_pool
 import pytest
 
 from pallas_kernels import KVPages, copy_blocks, gather_kv, paged_attention, write_kv
 
-HEAD_DIMS = (64, 128)
+# K and V side by side, apart, and side by side in lines that are padded.
+LAYOUTS = {"lanes": (64, KVPages.zeros), "apart": (128, KVPages.zeros), "padded": (80, padded_pool.zeros)}
+layouts = pytest.mark.parametrize(("head_dim", "zeros"), list(LAYOUTS.values()), ids=list(LAYOUTS))
 
 
-def random_pool(head_dim: int, num_layers: int = 3, num_blocks: int = 6, dtype: str = "float32") -> KVPages:
-    empty = KVPages.zeros(num_layers, num_blocks, 4, 2, head_dim, dtype)
+def random_pool(head_dim: int, zeros: Callable[..., KVPages] = KVPages.zeros) -> KVPages:
+    """Random in its padding too, if it has any."""
+    empty = zeros(3, 6, 4, 2, head_dim, jnp.float32)
     rng = np.random.default_rng(7)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), empty)
 
@@ -41,9 +47,9 @@ def test_is_a_pytree_that_survives_abstract_evaluation() -> None:
     assert (shape.num_layers, shape.head_dim, shape.nbytes) == (3, 64, 3 * 6 * 8 * 2 * 64 * 2 * 4)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_written_tokens_are_read_back_and_nothing_else_changes(head_dim: int) -> None:
-    pool = random_pool(head_dim)
+@layouts
+def test_written_tokens_are_read_back_and_nothing_else_changes(head_dim: int, zeros: Any) -> None:
+    pool = random_pool(head_dim, zeros)
     expected = contents(pool)
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 9, 2, head_dim)).astype(np.float32)
@@ -54,9 +60,9 @@ def test_written_tokens_are_read_back_and_nothing_else_changes(head_dim: int) ->
         np.testing.assert_array_equal(contents(written), expected)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_slot_outside_the_pool_is_dropped(head_dim: int) -> None:
-    pool = KVPages.zeros(2, 4, 4, 1, head_dim, jnp.float32)
+@layouts
+def test_a_slot_outside_the_pool_is_dropped(head_dim: int, zeros: Any) -> None:
+    pool = zeros(2, 4, 4, 1, head_dim, jnp.float32)
     tokens = jnp.asarray([1.0, 9, 9, 9, 9, 9])[:, None, None] * jnp.ones((6, 1, head_dim))
     slots = jnp.asarray([0, -1, -1, 16, 17, -(2**31)], jnp.int32)
     expected = contents(pool)
@@ -77,9 +83,9 @@ def test_values_are_cast_to_the_pools_dtype() -> None:
     assert (float(k[1, 0, 0]), float(v[1, 0, 0])) == (1.0, -3.0)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_gather_follows_the_table_and_is_zero_past_the_length(head_dim: int) -> None:
-    pool = random_pool(head_dim)
+@layouts
+def test_gather_follows_the_table_and_is_zero_past_the_length(head_dim: int, zeros: Any) -> None:
+    pool = random_pool(head_dim, zeros)
     poisoned = jax.tree.map(lambda x: x.at[:, 3].set(jnp.nan), pool)
     everything = contents(pool)
     k, v = jax.jit(gather_kv)(poisoned, 2, jnp.asarray([5, 1, 3, 999]), 7)
@@ -97,10 +103,10 @@ def test_gather_gives_zero_for_an_unknown_block() -> None:
     assert k[4:8].all()
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@layouts
 @pytest.mark.parametrize(("count", "copied"), [(None, 3), (2, 2), (0, 0), (99, 3)])
-def test_copies_the_first_count_blocks_of_all_layers(head_dim: int, count: int | None, copied: int) -> None:
-    pool = random_pool(head_dim)
+def test_copies_the_first_count_blocks_of_all_layers(head_dim: int, zeros: Any, count: int | None, copied: int) -> None:
+    pool = random_pool(head_dim, zeros)
     src, dst = [1, 5, 1], [4, 2, 3]
     expected = contents(pool).reshape(2, 3, 6, 4, 2, head_dim)
     for a, b in list(zip(src, dst, strict=True))[:copied]:
@@ -118,10 +124,10 @@ def test_a_copy_with_an_id_outside_the_pool_is_skipped() -> None:
     np.testing.assert_array_equal(contents(out).reshape(expected.shape), expected)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_the_pool_is_updated_in_place_through_a_scan_over_layers(head_dim: int) -> None:
+@layouts
+def test_the_pool_is_updated_in_place_through_a_scan_over_layers(head_dim: int, zeros: Any) -> None:
     num_layers, rows, heads = 30, 4, 4
-    pool = jax.eval_shape(lambda: KVPages.zeros(num_layers, 64, 16, 2, head_dim, jnp.float32))
+    pool = jax.eval_shape(lambda: zeros(num_layers, 64, 16, 2, head_dim, jnp.float32))
 
     def step(kv_pages, q, slots, tables, seq_lens, starts, src, dst, count):
         kv_pages = copy_blocks(kv_pages, src, dst, count)

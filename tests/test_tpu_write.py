@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import padded_pool
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
@@ -36,9 +38,12 @@ def no_races() -> Any:
     assert interpret_pallas_call.races is None or not interpret_pallas_call.races.races_found
 
 
-def random_pool(dtype: str, head_dim: int, num_heads: int = 2, block_size: int = BLOCK_SIZE) -> KVPages:
+def random_pool(
+    dtype: str, head_dim: int, num_heads: int = 2, block_size: int = BLOCK_SIZE, zeros: Any = KVPages.zeros
+) -> KVPages:
+    """Random in its padding too, if it has any."""
     rng = np.random.default_rng(3)
-    empty = KVPages.zeros(2, NUM_BLOCKS, block_size, num_heads, head_dim, dtype)
+    empty = zeros(2, NUM_BLOCKS, block_size, num_heads, head_dim, dtype)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 40).astype(x.dtype), empty)
 
 
@@ -85,6 +90,17 @@ def test_int8_with_its_scales(slots: str, mode: str) -> None:
 def test_shapes(dtype: str, head_dim: int, num_heads: int, block_size: int) -> None:
     pool = random_pool(dtype, head_dim, num_heads, block_size)
     check(pool, [3, *range(13, 13 + 30), 60, -1, 80])
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "num_heads"), [("bfloat16", 96, 2), ("int8", 80, 3)])
+def test_padded_pools(dtype: str, head_dim: int, num_heads: int) -> None:
+    """The padding behind a token is written, with zeros; that behind the scales may stay or become zero."""
+    pool = random_pool(dtype, head_dim, num_heads, zeros=padded_pool.zeros)
+    assert pool.pool.shape[-1] == 256
+    if pool.scales is not None:
+        assert pool.scales.shape[-1] == 128
+        pool = dataclasses.replace(pool, scales=pool.scales.at[..., num_heads * BLOCK_SIZE :].set(0))
+    check(pool, CHUNKS)
 
 
 def test_nan_in_other_slots_and_in_tokens_stays_where_it_is() -> None:

@@ -33,10 +33,14 @@ NUM_LAYERS = 32
         (64, 3, 16, "int8", 64),
         (256, 1, 8, "bfloat16", 64),
         (256, 4, 64, "int8", 512),
+        (80, 8, 16, "bfloat16", 64),
+        (96, 3, 64, "int8", 64),
     ],
 )
 def test_write(chip: str, head_dim: int, num_heads: int, block_size: int, dtype: str, num_tokens: int) -> None:
-    pool = jax.eval_shape(lambda: KVPages.zeros(NUM_LAYERS, 512, block_size, num_heads, head_dim, dtype))
+    target = device_free.target(chip)
+    with device_free.tracing_for(target.abstract):
+        pool = jax.eval_shape(lambda: KVPages.zeros(NUM_LAYERS, 512, block_size, num_heads, head_dim, dtype))
 
     def run(pool: KVPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVPages:
         def one_layer(pool: KVPages, layer: Any) -> tuple[KVPages, None]:
@@ -46,5 +50,6 @@ def test_write(chip: str, head_dim: int, num_heads: int, block_size: int, dtype:
 
     kv = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), jnp.bfloat16)
     slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    compiled = device_free.compile_for(device_free.target(chip), run, pool, kv, kv, slots, donate_argnums=0)
+    compiled = device_free.compile_for(target, run, pool, kv, kv, slots, donate_argnums=0)
     real_shapes.assert_pool_in_place(compiled, pool)
+    real_shapes.assert_nothing_copied(compiled, pool)

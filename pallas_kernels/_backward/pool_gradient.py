@@ -1,19 +1,22 @@
 """The gradient of the KV pool: one layer's sum while it grows, in the layout of the pool; then the cotangent of all.
 
-N blocks, H KV heads, B tokens a block, D head_dim, C blocks that are added at once.
+N blocks, H KV heads, B tokens a block, D head_dim, E the last axis of a pool with K and V side by side, C blocks that
+are added at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._kv_pages import KVPages
+from pallas_kernels._kv_pages import KVPages, side_by_side
 from pallas_kernels._xla.problem import Problem
 
 
 def start(problem: Problem) -> jax.Array | None:
-    """Zeros [N, 2, H, B, D] or [N, H, B, 2 * D] in the dtype of the computation; None for a pool that is a constant."""
+    """Zeros [N, 2, H, B, D] or [N, H, B, E] in the dtype of the computation; None for a pool that is a constant."""
     kv_pages = problem.kv_pages
     if kv_pages.scales is not None:
         return None
@@ -42,7 +45,7 @@ def add(gradient: jax.Array, block_ids: jax.Array, d_k: jax.Array, d_v: jax.Arra
 
     d_k, d_v = by_block(d_k), by_block(d_v)
     on_lanes = gradient.ndim == 4
-    update = jnp.concatenate([d_k, d_v], -1) if on_lanes else jnp.stack([d_k, d_v], -4)
+    update = side_by_side(d_k, d_v, gradient.shape[-1]) if on_lanes else jnp.stack([d_k, d_v], -4)
     return gradient.at[block_ids].add(update, mode="drop")
 
 
@@ -52,4 +55,5 @@ def finish(gradient: jax.Array | None, problem: Problem, layer: jax.Array, num_l
         return None
     dtype = problem.kv_pages.dtype
     zeros = jnp.zeros((num_layers, *gradient.shape), dtype)
-    return KVPages(jax.lax.dynamic_update_index_in_dim(zeros, gradient.astype(dtype), layer, 0))
+    whole = jax.lax.dynamic_update_index_in_dim(zeros, gradient.astype(dtype), layer, 0)
+    return dataclasses.replace(problem.kv_pages, pool=whole)

@@ -24,6 +24,8 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 QUANTISED = ("int8", "float8_e4m3fn")
 # The matrix unit's N goes to 256; more columns than this leave no registers for a tile.
 MOST_COLUMNS = 64
+# K and V side by side fill the 64 rows of the matrix unit; the output of a wider head has no room in registers.
+LEAST_HEAD_DIM, MOST_HEAD_DIM = 32, 256
 
 
 def why_not(q: jax.Array, kv_pages: KVPages) -> str | None:
@@ -37,8 +39,13 @@ def why_not(q: jax.Array, kv_pages: KVPages) -> str | None:
         return f"{queries} queries on a {pool} pool are not supported, they would be rounded; give them in bfloat16"
     if kv_pages.block_size % 8 or (64 % kv_pages.block_size and kv_pages.block_size % 64):
         return f"block_size {kv_pages.block_size} is not supported; use 8, 16, 32 or a multiple of 64"
-    if kv_pages.head_dim % 16 or kv_pages.head_dim > 256:
-        return f"head_dim {kv_pages.head_dim} is not supported; it must be a multiple of 16 up to 256"
+    if kv_pages.head_dim % 16 or not LEAST_HEAD_DIM <= kv_pages.head_dim <= MOST_HEAD_DIM:
+        return (
+            f"head_dim {kv_pages.head_dim} is not supported; it must be a multiple of 16 from {LEAST_HEAD_DIM} to "
+            f"{MOST_HEAD_DIM}"
+        )
+    if kv_pages.is_padded:
+        return "a pool padded for a TPU is not supported; make it with KVPages.zeros on the GPU"
     group = q.shape[1] // kv_pages.num_kv_heads
     if group > MOST_COLUMNS:
         return f"a group of {group} query heads is not supported; a KV head can have {MOST_COLUMNS} at most"

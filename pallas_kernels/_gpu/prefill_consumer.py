@@ -194,7 +194,7 @@ def _write(program: Program, consumer: jax.Array, value: jax.Array, largest: jax
     """Divides by the sum of the weights, the sink's among them, and copies the consumer's rows out."""
     plan, s = program.plan, program.scratch
     out_s, lse_s = s["q_s"].at[consumer], s["lse_s"].at[consumer]  # q was read for the last time
-    seen = total > 0
+    seen = total != 0  # a NaN has been seen, and shows
     rescale = plan.full((ROWS,), 1, PER_ROW)
     if plan.has_sinks:
         sink = plan.load(program.sinks.at[program.chunk, consumer], PER_ROW, optimized=False)

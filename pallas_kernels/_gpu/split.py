@@ -120,7 +120,7 @@ def finish(
     total = parts.total[..., in_use].reshape(grouped)
     value = jnp.swapaxes(parts.value[..., -head_dim:, in_use], 2, 3).reshape(*grouped, head_dim)
 
-    seen = total > 0  # the largest score gives a term of 1
+    seen = total != 0  # the largest score gives a term of 1; a NaN has been seen, and shows
     weight = jnp.ones_like(maximum)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(num_kv_heads, 1, group) * math.log2(math.e)

@@ -5,7 +5,7 @@ query sees whole need no mask and make the inner loop; the edge tiles (the windo
 through a masked copy of the same code before and after it.
 
 T query tokens, I items, Hq query heads, H KV heads, G = Hq / H, Q queries an item at most, R = Q * G lines,
-D head_dim, E the last axis of a tile (D, or 2 * D with K and V on lanes), C blocks a tile, K keys a tile.
+D head_dim, E the last axis of a tile (D, or at least 2 * D with K and V on lanes), C blocks a tile, K keys a tile.
 """
 
 from __future__ import annotations
@@ -200,7 +200,6 @@ class _Kernel:
     def _finish(self, number: jax.Array, softmax: tuple[Softmax, ...]) -> None:
         """Takes the sinks in, divides, and sends the results off."""
         tile = self.static.tile
-        v_start = tile.head_dim if tile.kv_on_lanes else 0
         for head in range(tile.num_kv_heads):
             largest, total, value = softmax[head]
             seen = total > 0
@@ -210,7 +209,7 @@ class _Kernel:
                 offset = jnp.maximum(largest, sink)
                 decay = jnp.exp2(largest - offset)
                 total, value, largest = total * decay + jnp.exp2(sink - offset), value * decay, offset
-            out = jnp.where(seen, value[:, v_start : v_start + tile.head_dim] / total, 0)
+            out = jnp.where(seen, value[:, tile.v_start : tile.v_start + tile.head_dim] / total, 0)
             lse = jnp.where(seen, (largest + jnp.log2(total)) / LOG2_E, -jnp.inf)
             self.rows.write_head(head, out, lse)
         self.rows.write(number)

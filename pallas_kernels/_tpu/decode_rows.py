@@ -4,7 +4,7 @@ Tokens come and go one by one, since a row may start at any; the next item's que
 results leave while the next is. In between lie the lines of a KV head, query after query, each with its G heads.
 
 T query tokens, I items, Hq query heads, H KV heads, G = Hq / H, Q queries an item at most, R = Q * G lines,
-D head_dim, E the last axis of a tile (D, or 2 * D with K and V on lanes), C blocks a tile, K keys a tile.
+D head_dim, E the last axis of a tile (D, or at least 2 * D with K and V on lanes), C blocks a tile, K keys a tile.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rows:
     def start(self) -> None:
         """Starts the copy of the first item's queries."""
         if self.static.tile.kv_on_lanes:
-            self.refs.q_packed[...] = jnp.zeros(self.refs.q_packed.shape, jnp.float32)  # the V lanes stay 0
+            self.refs.q_packed[...] = jnp.zeros(self.refs.q_packed.shape, jnp.float32)  # the lanes past D stay 0
         self._copy_queries(0, start=True)
 
     def read(self, number: jax.Array) -> None:

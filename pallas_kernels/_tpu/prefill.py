@@ -111,11 +111,12 @@ def key_tile(kv_pages: KVPages) -> TileShape:
 def query_tile(q: jax.Array, kv_pages: KVPages, max_query_len: int) -> QueryTileShape:
     """The largest tile of queries that is of use and fits."""
     _, num_q_heads, head_dim = q.shape
+    keys = key_tile(kv_pages)
     group = num_q_heads // kv_pages.num_kv_heads
     compute_dtype = jnp.dtype(jnp.float32 if jnp.float32 in (q.dtype, kv_pages.dtype) else jnp.bfloat16)
 
     def shape(queries: int) -> QueryTileShape:
-        return QueryTileShape(queries, num_q_heads, head_dim, kv_pages.pool.shape[-1], q.dtype, compute_dtype)
+        return QueryTileShape(queries, num_q_heads, head_dim, keys.lanes, keys.v_start, q.dtype, compute_dtype)
 
     queries = MAX_QUERIES_PER_TILE
     while queries > MIN_QUERIES_PER_TILE and (

@@ -5,7 +5,8 @@ sees whole need no mask and make the inner loop; the edge tiles (the window's st
 go through a masked copy of the same code before and after it.
 
 Hq query heads, H KV heads, G = Hq / H, Q queries of a tile, K keys of a tile, D head_dim, E the last axis of a tile of
-keys (D, or 2 * D with K and V on lanes). The query lines of a KV head are its G heads' Q queries, head after head.
+keys (D, or at least 2 * D with K and V on lanes). The query lines of a KV head are its G heads' Q queries, head after
+head.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Only an item's own tokens are read and written, those of its neighbours never. T
 while this one is computed, and so do the results of the one before.
 
 T query tokens, Hq query heads, Q queries of a tile (a power of two), D head_dim, E the last axis of a tile of keys
-(D, or 2 * D with K and V on lanes).
+(D, or at least 2 * D with K and V on lanes).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class QueryTileShape(NamedTuple):
     num_q_heads: int
     head_dim: int
     lanes: int  # E
+    v_start: int  # the first lane of V in a tile of keys
     query_dtype: Any
     compute_dtype: Any
 
@@ -70,7 +71,7 @@ class QueryTileRefs(NamedTuple):
     q: Any  # [Hq, Q, E], in the dtype of the computation, the lanes past D 0
     largest: Any  # f32[Hq, Q, LANES]: the running softmax in base 2, the same on all lanes; at the end the LSE
     total: Any  # f32[Hq, Q, LANES]: its sum, lane by lane
-    value: Any  # f32[Hq, Q, E]: its weighted value; at the end out, on the last D lanes
+    value: Any  # f32[Hq, Q, E]: its weighted value; at the end out, on the D lanes from v_start
     token_out: Any  # [Q, Hq, D]
     token_lse: Any  # f32[Q, 1, Hq]
     q_semaphore: Any
@@ -123,7 +124,8 @@ class QueryTile:
     def _unpack_slab(self, token: jax.Array) -> None:
         """[Hq, Q, D] to [Q, Hq, D], and the LSE, some tokens of them."""
         refs, tokens = self.refs, pl.ds(token, SLAB)
-        out = jnp.swapaxes(refs.value[:, tokens, -self.shape.head_dim :], 0, 1)
+        v_lanes = pl.ds(self.shape.v_start, self.shape.head_dim)
+        out = jnp.swapaxes(refs.value[:, tokens, v_lanes], 0, 1)
         refs.token_out[tokens] = out.astype(refs.token_out.dtype)
         heads = jax.lax.broadcasted_iota(jnp.int32, (SLAB, self.shape.num_q_heads), 1)
         lse = jnp.zeros(heads.shape, jnp.float32)

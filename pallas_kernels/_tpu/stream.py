@@ -13,8 +13,8 @@ the last tile is stale memory. How a kernel walks it:
         stream.copy_block(refill, j) for all j        # between the arithmetic: issuing is scalar work
         state = stream.advance(state, refill)
 
-I items, S rows, P blocks a table line, L layers, N blocks, H KV heads, B tokens a block, D head_dim,
-C blocks a tile, K = C * B keys a tile.
+I items, S rows, P blocks a table line, L layers, N blocks, H KV heads, B tokens a block, D head_dim, E and F the last
+axes of the pool and of its scales, C blocks a tile, K = C * B keys a tile.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Refill(NamedTuple):
 class StreamRefs(NamedTuple):
     table: Any  # i32[...] in HBM, from flatten_table
     pool: Any  # in HBM, as in KVPages
-    scales: Any  # f32[L, N, 2, H * B] in HBM, or None
+    scales: Any  # f32[L, N, 2, F] in HBM, or None
     ids: Any  # i32[ID_SLOTS * ids_per_slot] in SMEM
     id_semaphores: Any  # [ID_SLOTS]
-    kv: Any  # [KV_SLOTS, 2, H, K, D] or [KV_SLOTS, H, K, 2 * D] in VMEM
+    kv: Any  # [KV_SLOTS, 2, H, K, D] or [KV_SLOTS, H, K, E] in VMEM
     kv_semaphores: Any  # [KV_SLOTS]
-    kv_scales: Any = None  # f32[KV_SLOTS, C, 2, H * B] in VMEM, or None
+    kv_scales: Any = None  # f32[KV_SLOTS, C, 2, F] in VMEM, or None
 
 
 class KVStream:
@@ -177,11 +177,11 @@ class KVStream:
         return StreamState(state.number + 1, self._next(state.copy), fetch)
 
     def k(self, slot: jax.Array, head: jax.typing.ArrayLike) -> jax.Array:
-        """[K, D] of one head; K and V [K, 2 * D] where they are side by side (zero-pad q over the V lanes)."""
+        """[K, D] of one head; K and V [K, E] where they are side by side (zero-pad q over the lanes past D)."""
         return self.refs.kv[slot, head] if self.tile.kv_on_lanes else self.refs.kv[slot, 0, head]
 
     def v(self, slot: jax.Array, head: jax.typing.ArrayLike) -> jax.Array:
-        """[K, D] of one head; K and V [K, 2 * D] where they are side by side (take the last D lanes at the end)."""
+        """[K, D] of one head; K and V [K, E] where they are side by side (take D lanes from v_start on at the end)."""
         return self.refs.kv[slot, head] if self.tile.kv_on_lanes else self.refs.kv[slot, 1, head]
 
     def scales(self, slot: jax.Array, part: int) -> list[jax.Array]:
@@ -189,13 +189,14 @@ class KVStream:
         tile, rows = self.tile, []
         heads = max(1, LANES // tile.block_size)  # whose scales fill the lanes
         for first in range(0, tile.num_kv_heads, heads):
-            present = min(heads, tile.num_kv_heads - first)
-            lines = self.refs.kv_scales[slot, :, part, pl.ds(first * tile.block_size, present * tile.block_size)]
-            if present < heads:
-                rest = jnp.zeros((tile.blocks_per_tile, (heads - present) * tile.block_size), jnp.float32)
+            start, lanes = first * tile.block_size, heads * tile.block_size
+            present = min(lanes, tile.scale_lanes - start)
+            lines = self.refs.kv_scales[slot, :, part, pl.ds(start, present)]
+            if present < lanes:
+                rest = jnp.zeros((tile.blocks_per_tile, lanes - present), jnp.float32)
                 lines = jnp.concatenate([lines, rest], axis=1)
             lines = transpose_groups(lines, tile.block_size)  # [C, 128], or [C, B]
-            for head in range(present):
+            for head in range(min(heads, tile.num_kv_heads - first)):
                 row = [lines[i : i + 1] for i in range(head, tile.blocks_per_tile, heads)]
                 rows.append(jnp.concatenate(row, axis=1))
         return rows

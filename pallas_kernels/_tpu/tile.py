@@ -1,6 +1,7 @@
 """The shape of a tile of keys, and the memory that a stream of them takes.
 
-S rows, P blocks a table line, H KV heads, B tokens a block, D head_dim, C blocks a tile, K = C * B keys a tile.
+S rows, P blocks a table line, H KV heads, B tokens a block, D head_dim, E and F the last axes of the pool and of its
+scales, C blocks a tile, K = C * B keys a tile.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels._kv_pages import LANES, KVPages
+from pallas_kernels._kv_pages import KVPages, round_up_to_lanes
 
 # Powers of two: a tile's slot is its number modulo these.
 KV_SLOTS = 4
@@ -29,10 +30,10 @@ class TileShape:
     num_kv_heads: int
     block_size: int
     head_dim: int
-    lanes: int  # the last axis of the pool: D, or K and V side by side
+    lanes: int  # E: D, or K and V side by side and what padding they have
+    scale_lanes: int  # F, 0 without scales
     dtype: Any
     kv_on_lanes: bool
-    quantised: bool
     blocks_per_tile: int
 
     @staticmethod
@@ -43,11 +44,20 @@ class TileShape:
             block_size=kv_pages.block_size,
             head_dim=kv_pages.head_dim,
             lanes=kv_pages.pool.shape[-1],
+            scale_lanes=0 if kv_pages.scales is None else kv_pages.scales.shape[-1],
             dtype=kv_pages.dtype,
             kv_on_lanes=kv_pages.kv_on_lanes,
-            quantised=getattr(kv_pages, "scales", None) is not None,
             blocks_per_tile=max(1, keys_per_tile // kv_pages.block_size),
         )
+
+    @property
+    def quantised(self) -> bool:
+        return self.scale_lanes > 0
+
+    @property
+    def v_start(self) -> int:
+        """The first lane of V on a line of `KVStream.v`."""
+        return self.head_dim if self.kv_on_lanes else 0
 
     @property
     def keys(self) -> int:
@@ -61,11 +71,9 @@ class TileShape:
     @property
     def vmem_bytes(self) -> int:
         """What `scratch_shapes` takes of VMEM, padding to whole registers included."""
-        lanes = -(-self.lanes // LANES) * LANES
         parts = 1 if self.kv_on_lanes else 2
-        tile = parts * self.num_kv_heads * self.keys * lanes * jnp.dtype(self.dtype).itemsize
-        if self.quantised:
-            tile += self.blocks_per_tile * 2 * -(-self.num_kv_heads * self.block_size // LANES) * LANES * 4
+        tile = parts * self.num_kv_heads * self.keys * round_up_to_lanes(self.lanes) * jnp.dtype(self.dtype).itemsize
+        tile += self.blocks_per_tile * 2 * round_up_to_lanes(self.scale_lanes) * 4
         return KV_SLOTS * tile
 
     def scratch_shapes(self) -> list[Any]:
@@ -78,9 +86,7 @@ class TileShape:
             pltpu.SemaphoreType.DMA((KV_SLOTS,)),
         ]
         if self.quantised:
-            shapes.append(
-                pltpu.VMEM((KV_SLOTS, self.blocks_per_tile, 2, self.num_kv_heads * self.block_size), jnp.float32)
-            )
+            shapes.append(pltpu.VMEM((KV_SLOTS, self.blocks_per_tile, 2, self.scale_lanes), jnp.float32))
         return shapes
 
 

@@ -6,8 +6,8 @@ where one does, the items take turns.
 
 A quantised pool is written a whole block at a time, R = B, because the scales of a block are one line.
 
-T tokens, L layers, N blocks, B tokens a block, R slots a slab, H KV heads, F lines of a token (K heads, then V heads;
-or H lines with K and V on lanes), E elements a line.
+T tokens, L layers, N blocks, B tokens a block, R slots a slab, H KV heads, M lines of a token (K heads, then V heads;
+or H lines with K and V on lanes), E elements a line, F scales a line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels._kv_pages import LANES, KVPages
+from pallas_kernels._kv_pages import LANES, KVPages, side_by_side
 from pallas_kernels._kv_quantise import quantise
 from pallas_kernels._tpu.write_kernel import DROPPED, kernel
 
@@ -39,9 +39,9 @@ def why_not(kv_pages: KVPages, num_tokens: int) -> str | None:
         return f"block_size is {block_size}; it must be a multiple of {MIN_ROWS}"
     if kv_pages.is_quantised and block_size & (block_size - 1):
         return f"block_size is {block_size}; with a quantised pool it must be a power of two"
-    # XLA lays a pool of other lines out in its own way, and would copy all of it for a kernel.
+    # XLA orders the axes of a pool of other lines in its own way, and would copy all of it for a kernel.
     if kv_pages.pool.shape[-1] % LANES:
-        return f"head_dim is {kv_pages.head_dim}; it must be a multiple of 64"
+        return f"head_dim is {kv_pages.head_dim} and the pool was made for another chip; on a TPU KVPages.zeros pads it"
     if num_tokens > MAX_TOKENS:
         return f"there are {num_tokens} tokens; it takes {MAX_TOKENS}"
     return None
@@ -56,10 +56,12 @@ def write(
     if kv_pages.scales is not None:
         rows = kv_pages.block_size
         (k, k_scale), (v, v_scale) = quantise(k, kv_pages.dtype), quantise(v, kv_pages.dtype)
-        # A scale for every slot of a block, [T, 2, H * B]: the kernel takes its token's.
+        # A scale for every slot of a block, [T, 2, F]: the kernel takes its token's.
         scales = jnp.repeat(jnp.stack([k_scale, v_scale], axis=1), kv_pages.block_size, axis=2)
-    values = [x.astype(kv_pages.dtype) for x in (k, v)]
-    tokens = jnp.concatenate(values, axis=-1 if kv_pages.kv_on_lanes else 1)  # [T, F, E]
+        scales = jnp.pad(scales, ((0, 0), (0, 0), (0, kv_pages.scales.shape[-1] - scales.shape[-1])))
+    k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
+    on_lanes, line = kv_pages.kv_on_lanes, kv_pages.pool.shape[-1]
+    tokens = side_by_side(k, v, line) if on_lanes else jnp.concatenate([k, v], axis=1)  # [T, M, E]
     runs = _find_runs(slot_mapping, kv_pages.num_slots, rows)
     return _call(kv_pages, layer, tokens, scales, runs, rows, interpret)
 

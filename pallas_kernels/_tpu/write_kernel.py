@@ -5,8 +5,8 @@ a run of consecutive slots in one slab: the slab is copied in (unless the run co
 their rows, and the slab is copied out. Items follow the order of the tokens: one a row in a decode step, one a slab of
 a prefill chunk. Two cursors walk over them: one starts the copies in, the other waits for them and writes.
 
-T tokens, L layers, N blocks, B tokens a block, R slots a slab, H KV heads, F lines of a token (K heads, then V heads;
-or H lines with K and V on lanes), E elements a line.
+T tokens, L layers, N blocks, B tokens a block, R slots a slab, H KV heads, M lines of a token (K heads, then V heads;
+or H lines with K and V on lanes), E elements a line, F scales a line.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ AHEAD = 0.75  # share of the buffers whose items are being read; the others are 
 class Plane(NamedTuple):
     """One of the arrays that are written, the values or the scales."""
 
-    tokens: Any  # [T, F, E] or [T, 2, H * B], in HBM
+    tokens: Any  # [T, M, E] or [T, 2, F], in HBM
     pool: Any  # the pool's array, in HBM
-    token_buffer: Any  # [buffers, R, F, E] or [buffers, R, 2, H * B], a token in its row
-    slab_buffer: Any  # [buffers, ..., R, E] or [buffers, 2, H * B], as in the pool
+    token_buffer: Any  # [buffers, R, M, E] or [buffers, R, 2, F], a token in its row
+    slab_buffer: Any  # [buffers, ..., R, E] or [buffers, 2, F], as in the pool
 
 
 class Memory(NamedTuple):
@@ -140,7 +140,7 @@ def _put_values(memory: Memory, item: Item) -> None:
 def _put_scales(memory: Memory, item: Item) -> None:
     """Puts the item's scales in the lanes of their slots."""
     plane = memory.planes[1]
-    old = plane.slab_buffer[item.buffer]  # [2, H * B]
+    old = plane.slab_buffer[item.buffer]  # [2, F]
     slot = jax.lax.broadcasted_iota(jnp.int32, old.shape, 1) & (memory.block_size - 1)
 
     def put(row: jax.Array, line: jax.Array) -> jax.Array:
@@ -201,7 +201,7 @@ def _write_copies(memory: Memory, slot: Any, buffer: jax.Array) -> list[Any]:
 
 
 def _slabs(memory: Memory, slot: Any) -> list[Any]:
-    """The slab of a slot: [..., R, E] of the values, [2, H * B] of the scales."""
+    """The slab of a slot: [..., R, E] of the values, [2, F] of the scales."""
     layer, block = memory.layer[0], jax.lax.div(slot, memory.block_size)
     start = jax.lax.div(jax.lax.rem(slot, memory.block_size), memory.rows) * memory.rows
     values, *scales = (plane.pool for plane in memory.planes)
