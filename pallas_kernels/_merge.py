@@ -35,7 +35,7 @@ def merge_attention_states(
     dtype = jnp.promote_types(jnp.promote_types(lse_a.dtype, lse_b.dtype), jnp.float32)
     lse_a, lse_b = lse_a.astype(dtype), lse_b.astype(dtype)
     largest = jnp.maximum(lse_a, lse_b)
-    seen = largest > -jnp.inf
+    seen = largest != -jnp.inf  # NaN, of a key that is NaN, has to show
     offset = jnp.where(seen, largest, 0)  # -inf - -inf would be NaN
     weight_a, weight_b = jnp.exp(lse_a - offset), jnp.exp(lse_b - offset)
     total = jnp.where(seen, weight_a + weight_b, 1)
@@ -46,4 +46,4 @@ def merge_attention_states(
 
 def _weighted(weight: jax.Array, out: jax.Array, dtype: jnp.dtype) -> jax.Array:
     weight = weight[..., None]
-    return jnp.where(weight > 0, weight * out.astype(dtype), 0)  # a part without weight may hold anything
+    return jnp.where(weight != 0, weight * out.astype(dtype), 0)  # a part without weight may hold anything

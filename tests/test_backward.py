@@ -286,7 +286,8 @@ def test_a_quantised_pool_is_a_constant(dtype: str) -> None:
     assert d_pool.pool.dtype in (jax.dtypes.float0, pool.dtype)
 
 
-def test_a_cascade_is_differentiable() -> None:
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_cascade_is_differentiable(implementation: str) -> None:
     """Its prefix is one row of all queries: their gradients meet in the shared blocks."""
     problem = oracle.make(6, [12, 9, 16, 0], [0, 1, 1, 1], **SMALL | {"num_rows": 4, "num_tokens": 3}, dtype="float64")
     q, pool, tables, seq_lens, query_start_loc = problem.arguments()
@@ -294,9 +295,8 @@ def test_a_cascade_is_differentiable() -> None:
 
     def loss(q: jax.Array, pool: KVPages, sinks: jax.Array) -> jax.Array:
         own = (tables[1:], seq_lens[1:], query_start_loc[1:])
-        out, lse = cascade_attention(
-            q, pool, *own, tables[0], 12, layer=1, scale=SCALE, sinks=sinks, return_lse=True, implementation="reference"
-        )
+        options = {"layer": 1, "scale": SCALE, "sinks": sinks, "return_lse": True, "implementation": implementation}
+        out, lse = cascade_attention(q, pool, *own, tables[0], 12, **options)
         return jnp.sum(out * d_out) + jnp.sum(lse * d_lse)
 
     d_q, d_pool, d_sinks = jax.jit(jax.grad(loss, (0, 1, 2)))(q, pool, SINKS)

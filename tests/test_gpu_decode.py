@@ -227,6 +227,7 @@ def test_where_copies_longer_than_a_block_bring_scales(block_size: int, head: in
         ("float16", "int8", 16, 64, "float16 queries"),
         ("bfloat16", "bfloat16", 24, 64, "block_size 24"),
         ("bfloat16", "bfloat16", 16, 72, "head_dim 72"),
+        ("bfloat16", "bfloat16", 16, 16, "head_dim 16"),
         ("bfloat16", "bfloat16", 16, 64, "group of 65"),
         ("bfloat16", "bfloat16", 16, 64, None),
     ],

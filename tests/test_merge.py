@@ -53,6 +53,15 @@ def test_two_parts_without_keys_give_zero_and_minus_infinity() -> None:
     np.testing.assert_array_equal(lse, -np.inf)
 
 
+def test_nan_in_one_part_shows() -> None:
+    (out_a, lse_a, out_b, lse_b), _ = parts(5)
+    spoilt = lse_a.at[0, 0].set(jnp.nan)
+    out, lse = merge_attention_states(out_a, spoilt, out_b, lse_b)
+    assert np.isnan(lse[0, 0])
+    assert np.isnan(out[0, 0]).all()
+    assert np.isfinite(lse).sum() == lse.size - 1
+
+
 def test_the_gradient_is_finite_where_a_part_has_no_keys() -> None:
     nothing = jnp.asarray([[-jnp.inf, 0.0, -jnp.inf]])
     other = jnp.asarray([[-jnp.inf, 1.0, 2.0]])

@@ -202,15 +202,15 @@ class _Kernel:
         tile = self.static.tile
         for head in range(tile.num_kv_heads):
             largest, total, value = softmax[head]
-            seen = total > 0
+            unseen = total == 0  # of a NaN `!=` is false too on a TPU, and a NaN has to show
             if self.refs.sinks is not None:
                 # A sink far above the scores would overflow: measure from whichever is larger.
                 sink = self.refs.sinks[head]
                 offset = jnp.maximum(largest, sink)
                 decay = jnp.exp2(largest - offset)
                 total, value, largest = total * decay + jnp.exp2(sink - offset), value * decay, offset
-            out = jnp.where(seen, value[:, tile.v_start : tile.v_start + tile.head_dim] / total, 0)
-            lse = jnp.where(seen, (largest + jnp.log2(total)) / LOG2_E, -jnp.inf)
+            out = jnp.where(unseen, 0, value[:, tile.v_start : tile.v_start + tile.head_dim] / total)
+            lse = jnp.where(unseen, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E)
             self.rows.write_head(head, out, lse)
         self.rows.write(number)
 

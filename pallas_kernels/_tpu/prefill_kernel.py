@@ -250,16 +250,17 @@ class _Kernel:
         lines = self.lines
         largest, value = lines.largest[head], lines.value[head]
         total = jnp.broadcast_to(jnp.sum(lines.total[head], axis=1, keepdims=True), largest.shape)
-        seen, rescale = total > 0, jnp.ones_like(total)
+        # Not `seen`: of a NaN `!=` is false too on a TPU, and a NaN has to show.
+        unseen, rescale = total == 0, jnp.ones_like(total)
         if self.sinks is not None:
             # A sink far above the scores would overflow: measure from whichever is larger.
             sink = self.sinks[head]
             offset = jnp.maximum(largest, sink)
             rescale = jnp.exp2(largest - offset)
             total, largest = total * rescale + jnp.exp2(sink - offset), offset
-        factor = jnp.where(seen, rescale / total, 0)
+        factor = jnp.where(unseen, 0, rescale / total)
         lines.value[head] = value * _widen(factor, value.shape[1])
-        lines.largest[head] = jnp.where(seen, (largest + jnp.log2(total)) / LOG2_E, -jnp.inf)
+        lines.largest[head] = jnp.where(unseen, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E)
 
 
 def _flat(x: jax.Array) -> jax.Array:
