@@ -2,6 +2,7 @@
 
 from pagedjax import block_table, capacity
 from pagedjax._version import __version__
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import ModelConfig, RopeConfig
 from pagedjax.decoder import Decoder
 from pagedjax.llm import LLM
@@ -10,6 +11,7 @@ from pagedjax.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "Decoder",
     "ModelConfig",

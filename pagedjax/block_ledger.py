@@ -3,8 +3,9 @@
 It joins the bound on free blocks, the prefix cache and the blocks of running sequences. What a release gives back
 follows from who else holds a block; a block is allotted by counting it and located by the device alone.
 
-Invariants: a sequence with a row has one entry for each block of its `num_computed` tokens; a block counts the entries
-that name it; a published block without entries rests in the cache.
+Invariants: a sequence with a row has one entry for each block of its `num_computed` tokens, but for a shared last one
+that is not full: it computes a token in the next plan and copies that one, which counts as growth. A block counts the
+entries that name it; a published block without entries rests in the cache.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class BlockLedger:
         self.weights_version = 0
         self.drops: list[int] = []  # ids whose cached reference the next plan gives back
         self._budget = BlockBudget(num_usable_blocks)
+        self._num_in_flight = 0  # plans whose result has not come
 
     @property
     def num_free_blocks(self) -> int:
@@ -58,7 +60,7 @@ class BlockLedger:
 
     def growth(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that `num_tokens` more would take."""
-        return self.num_blocks(sequence.num_computed + num_tokens) - self.num_blocks(sequence.num_computed)
+        return self.num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
 
     # Plans
 
@@ -76,28 +78,41 @@ class BlockLedger:
         sequence.blocks += [Block(num_rows=1) for _ in range(grown)]
 
     def share(self, sequence: Sequence, blocks: Iterable[Block | None], num_tokens: int) -> None:
-        """Starts a sequence from blocks that others hold, and debits the copy of a last one that is not full.
+        """Starts a sequence from `num_tokens` tokens in blocks that others hold."""
+        sequence.blocks = list(blocks)[: num_tokens // self.block_size]
+        sequence.num_computed = num_tokens
+        self._hold(sequence.blocks)
 
-        A sequence computes a token in the plan that starts it, so it copies a shared tail at once.
+    def fork(self, sequences: list[Sequence], parents: list[int]) -> None:
+        """Sequence i goes on from what sequence `parents[i]` holds; all parents have equally many tokens.
+
+        The first child of a parent keeps a last block that is not full, the others copy it.
         """
-        shared = list(blocks)[: num_tokens // self.block_size]
-        for block in shared:
-            if block is not None:
-                self._hold(block)
-        sequence.blocks = shared
-        if num_tokens % self.block_size:
-            self.debit(1)
-        self.advance(sequence, num_tokens)
+        num_tokens = sequences[parents[0]].num_computed
+        lines: list[tuple[list[Block | None], list[BlockKey]]] = []
+        for place, parent in enumerate(parents):
+            shares_tail = parent in parents[:place]
+            blocks = sequences[parent].blocks[: num_tokens // self.block_size if shares_tail else None]
+            lines.append((blocks, list(sequences[parent].keys)))
+        for blocks, _ in lines:
+            self._hold(blocks)
+        for sequence, (blocks, keys) in zip(sequences, lines, strict=True):
+            self._budget.credit(sum(self._let_go(block) for block in sequence.blocks if block is not None))
+            sequence.blocks, sequence.num_computed = blocks, num_tokens
+            sequence.keys, sequence.keys_version = keys, self.weights_version
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back what a sequence holds, the last block first."""
+        """Gives back what a sequence holds, the last block first.
+
+        Nothing is credited twice: what a plan in flight may fill, `discard` credits when the cache's reference is given
+        up; what it may find behind the window is in its result's count. Where that is too little, the next result or
+        `settle_idle` puts it right.
+        """
         freed = 0
-        for index in reversed(range(len(sequence.blocks))):
-            block = sequence.blocks[index]
-            # A result in flight may say that the cache's reference to a full block has been taken, which `fill` drops.
-            in_flight = self.cache is not None and index < sequence.num_computed // self.block_size
-            if block is not None and self._let_go(block) and not (in_flight and block.block_id is None):
-                freed += 1
+        for block in reversed(sequence.blocks):
+            if block is not None and self._let_go(block):
+                fills = self.cache is not None and block.block_id is None
+                freed += not (self._num_in_flight and (fills or self.window is not None))
         self._budget.credit(freed)
         sequence.blocks = []
         sequence.num_computed = 0
@@ -105,6 +120,7 @@ class BlockLedger:
     def dispatch(self) -> None:
         """A plan that brings a result goes to the device."""
         self._budget.dispatch()
+        self._num_in_flight += 1
 
     def take_drops(self) -> list[int]:
         drops, self.drops = self.drops, []
@@ -115,6 +131,12 @@ class BlockLedger:
     def settle(self, num_free_blocks: int) -> None:
         """Takes the device's count of free blocks from the oldest plan's result."""
         self._budget.settle(num_free_blocks)
+        self._num_in_flight -= 1
+
+    def settle_idle(self) -> None:
+        """No row is taken: unless a result is on its way, what the cache does not hold is free."""
+        if not self._num_in_flight:
+            self._budget.reset(self.num_usable_blocks - (0 if self.cache is None else self.cache.num_idle))
 
     def fill(self, sequence: Sequence, first_block: int, block_ids: list[int]) -> None:
         """Blocks of a sequence have become full, and the device has taken a reference to each for the cache.
@@ -137,13 +159,18 @@ class BlockLedger:
         self._budget.credit(len(block_ids))
 
     def pass_window(self, sequence: Sequence) -> None:
-        """Mirrors what the device has given back behind the window; its count of free blocks includes them already."""
+        """Mirrors what the device has given back behind the window.
+
+        Its count of free blocks includes them already, but for one that was full in that very step and not published:
+        the cache's reference is still to be dropped.
+        """
         if self.window is None:
             return
         for index in range(max(sequence.num_computed - self.window, 0) // self.block_size):
             block = sequence.blocks[index]
             if block is not None:
-                self._let_go(block)
+                if self._let_go(block) and block.block_id in self.drops:
+                    self._budget.credit(1)
                 sequence.blocks[index] = None
 
     # The cache
@@ -169,18 +196,37 @@ class BlockLedger:
             self.drops += self.cache.clear()
             self._budget.credit(idle)
 
+    @property
+    def fragmentation(self) -> float:
+        """Of an idle pool: the share of gaps among the blocks up to the last cached one."""
+        ids = self.cache.block_ids if self.cache is not None else []
+        return 1 - len(ids) / max(ids) if ids else 0.0
+
+    def move(self, moves: dict[int, int], running: Iterable[Sequence]) -> None:
+        """Blocks have changed places in the pool, from id to id."""
+        self.drops = [moves.get(block_id, block_id) for block_id in self.drops]
+        blocks = {block for sequence in running for block in sequence.blocks if block is not None}
+        if self.cache is not None:
+            blocks.update(self.cache.blocks)
+        for block in blocks:
+            if block.block_id is not None:
+                block.block_id = moves.get(block.block_id, block.block_id)
+
     def reset(self) -> None:
         """The device's state is fresh; no sequence has a row."""
         self.drops = []
         if self.cache is not None:
             self.cache.clear()
         self._budget.reset(self.num_usable_blocks)
+        self._num_in_flight = 0
 
-    def _hold(self, block: Block) -> None:
-        if block.num_rows == 0:
-            assert self.cache is not None
-            self.cache.wake(block)
-        block.num_rows += 1
+    def _hold(self, blocks: list[Block | None]) -> None:
+        for block in blocks:
+            if block is not None:
+                if block.num_rows == 0:
+                    assert self.cache is not None
+                    self.cache.wake(block)
+                block.num_rows += 1
 
     def _let_go(self, block: Block) -> bool:
         """Takes one row off a block; whether the block is free now."""

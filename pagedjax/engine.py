@@ -6,14 +6,19 @@ It joins the scheduler (which decides), the runner (which computes) and text. Th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from pagedjax import block_table, row_sampling
+from pagedjax.beam_search import BeamSearch, BeamSearchParams
+from pagedjax.events import RECENT_PREEMPTIONS, Event, EventName, Preemption, RecentTimes
 from pagedjax.outputs import FinishReason, RequestMetrics, RequestOutput
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, STOPPED, Scheduled, StepPlan, StepResult
 from pagedjax.request import Request, Sequence
@@ -21,6 +26,8 @@ from pagedjax.runner import Runner
 from pagedjax.sampling_params import MAX_STOP_IDS, SamplingParams
 from pagedjax.scheduler import Scheduler
 from pagedjax.text.output_text import OutputText
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -33,6 +40,8 @@ class Engine:
         vocab_size: token ids are below it.
         end_ids: the model's end tokens.
         seed: what seeds are derived from for requests that give none.
+        defragment_above: see `EngineConfig`.
+        on_event: called with each Event; what it raises is logged.
     """
 
     def __init__(
@@ -44,12 +53,18 @@ class Engine:
         vocab_size: int,
         end_ids: Iterable[int],
         seed: int = 0,
+        defragment_above: float | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.vocab_size, self.end_ids, self.seed = vocab_size, frozenset(end_ids), seed
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_generated_tokens = 0
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.times = RecentTimes()
+        self.preemptions: deque[Preemption] = deque(maxlen=RECENT_PREEMPTIONS)  # the last ones
+        self._defragment_above, self._on_event = defragment_above, on_event
         self._failures = 0  # steps that failed in a row
         self._num_added = 0
         self._ended: list[RequestOutput] = []
@@ -97,6 +112,29 @@ class Engine:
             request.sequences.append(sequence)
         return self._queue(request)
 
+    def add_beam_search(
+        self, request_id: str, prompt: str | None, prompt_ids: list[int], params: BeamSearchParams
+    ) -> Request:
+        """Queues a beam search; raises ValueError with what to change if it cannot be served."""
+        self._check_id(request_id)
+        self._check_prompt(prompt_ids)
+        end_len = min(len(prompt_ids) + params.max_tokens, self.scheduler.max_model_len)
+        self.scheduler.check_fits(len(prompt_ids), end_len)
+        params = dataclasses.replace(params, max_tokens=end_len - len(prompt_ids))
+        beams = BeamSearch(params, self.end_ids)
+        if beams.num_candidates > self.vocab_size:
+            raise ValueError(f"width {params.width} is too large for a vocabulary of {self.vocab_size} tokens")
+        sampling_params = SamplingParams(
+            n=params.width, temperature=0.0, max_tokens=params.max_tokens, logprobs=beams.num_candidates
+        )
+        request = Request(request_id, prompt, prompt_ids, sampling_params, RequestMetrics(time.monotonic()))
+        request.beams = beams
+        request.sequences = [self._sequence(request, index, end_len) for index in range(params.width)]
+        for sequence in request.sequences:
+            sequence.stop_ids = frozenset()  # the search decides what ends
+        self.scheduler.add_beams(request)
+        return self._register(request)
+
     def abort(self, request_id: str) -> None:
         """Ends a request in whatever state it is; what it has so far comes out of the next `step`.
 
@@ -122,6 +160,31 @@ class Engine:
         if not self.requests:
             self._flush()
 
+    def defragment(self) -> int:
+        """Moves the used blocks to the front of the pool, and returns how many were moved.
+
+        The requests that run go on as if nothing had happened.
+        """
+        try:
+            moves = self.runner.defragment()
+        except BaseException as error:
+            self._recover(error)
+            raise
+        self.scheduler.ledger.move(moves, self.scheduler.running)
+        return len(moves)
+
+    def kv_of(self, request_id: str, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `LLM.export_kv`."""
+        if request_id not in self.requests:
+            raise KeyError(f"no unfinished request has the id {request_id!r}")
+        sequences = self.requests[request_id].sequences
+        if not 0 <= index < len(sequences):
+            raise ValueError(f"request {request_id!r} has {len(sequences)} samples, and none is number {index}")
+        row = sequences[index].row
+        if row is None:
+            raise ValueError(f"sample {index} of request {request_id!r} waits: it has no K/V now")
+        return self.runner.kv_of(row)
+
     def has_unfinished(self) -> bool:
         return bool(self.requests or self._ended)
 
@@ -140,6 +203,7 @@ class Engine:
             return outputs
         try:
             plan = self.scheduler.schedule()
+            self._tell_of_plan(plan)
             if plan.scheduled:
                 result = self.runner.run(plan)
                 if not result.ok:
@@ -180,10 +244,14 @@ class Engine:
     # Adding
 
     def _queue(self, request: Request) -> Request:
-        self._num_added += 1
-        self.requests[request.request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
+        return self._register(request)
+
+    def _register(self, request: Request) -> Request:
+        self._num_added += 1
+        self.requests[request.request_id] = request
+        self._tell("added", request, num_tokens=len(request.prompt_ids))
         return request
 
     def _check_id(self, request_id: str) -> None:
@@ -232,14 +300,15 @@ class Engine:
         """Takes a result apart; returns the requests that got a token."""
         ledger = self.scheduler.ledger
         ledger.settle(result.num_free_blocks)
+        self.num_proposed_tokens += result.num_proposed_tokens
+        self.num_accepted_tokens += result.num_accepted_tokens
         now = time.monotonic()
         touched: dict[Request, None] = {}
+        candidates: dict[Request, dict[int, list[tuple[int, float]]]] = {}  # of each beam of a search
         filled = iter(result.filled.tolist())  # in row order, as the tokens are
         start = 0  # of the row's tokens among the step's packed ones
         for row, part in sorted(plan.scheduled.items()):
             sequence, metrics = part.sequence, part.sequence.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
             seq_len = int(result.seq_lens[row])
             if seq_len < part.first_position + part.num_tokens:
                 raise RuntimeError(f"row {row} did not advance: the device holds its sequence for ended")
@@ -248,23 +317,49 @@ class Engine:
             if sequence.epoch == part.epoch:
                 ledger.advance(sequence, seq_len)
                 self._take_scores(part, result, start)
-                if self._take_tokens(row, sequence, result):
-                    metrics.first_token_time = metrics.first_token_time or now
+                if sequence.request.beams is not None:
+                    if result.tokens[0, row] != NO_TOKEN:
+                        candidates.setdefault(sequence.request, {})[sequence.index] = _candidates(result, row)
+                elif self._take_tokens(row, sequence, result):
+                    if metrics.first_token_time is None:
+                        metrics.first_token_time = now
+                        self._tell("first_token", sequence.request, sequence.index)
                     touched[sequence.request] = None
                 ledger.fill(sequence, first_block, block_ids)
                 ledger.pass_window(sequence)
-                if sequence.finished:
-                    self.scheduler.finish(sequence)
             else:
                 ledger.discard(block_ids)
             start += part.num_tokens
+        for part in plan.scheduled.values():  # after all windows: the account is what the device has before any release
+            if part.sequence.finished and part.sequence.epoch == part.epoch:
+                self.scheduler.finish(part.sequence)
+        for request, of_beam in candidates.items():
+            self._advance_beams(request, of_beam)
+            if request.finished:
+                touched[request] = None
         return list(touched)
+
+    def _advance_beams(self, request: Request, candidates: dict[int, list[tuple[int, float]]]) -> None:
+        beams = request.beams
+        assert beams is not None
+        request.metrics.first_token_time = request.metrics.first_token_time or time.monotonic()
+        parents = beams.advance([candidates[index] for index in range(len(beams.beams))])
+        if parents:
+            request.take_beams()
+            self.scheduler.fork(request, parents)
+            return
+        request.take_completions()
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence)
+            self.num_generated_tokens += len(sequence.output_ids)
 
     def _take_tokens(self, row: int, sequence: Sequence, result: StepResult) -> bool:
         took = False
         for index, token in enumerate(result.tokens[:, row]):
-            if token == NO_TOKEN or sequence.finished:
+            if sequence.finished:
                 break
+            if token == NO_TOKEN:
+                continue
             finish = result.finish[index, row]
             sequence.push(int(token), stopped=finish == STOPPED, at_length=finish == AT_LENGTH)
             self.num_generated_tokens += 1
@@ -290,23 +385,55 @@ class Engine:
 
     def _close(self, request: Request) -> RequestOutput:
         if request.finished:
-            request.metrics.finished_time = time.monotonic()
             del self.requests[request.request_id]
+            self._record_end(request)
         return request.output()
 
+    def _record_end(self, request: Request) -> None:
+        request.metrics.finished_time = time.monotonic()
+        lengths = [len(sequence.output_ids) for sequence in request.sequences]
+        self.times.add(request.metrics, max(lengths))
+        self._tell("finished", request, num_tokens=sum(lengths), reason=request.sequences[0].finish_reason)
+
+    def _tell_of_plan(self, plan: StepPlan) -> None:
+        for preemption in self.scheduler.preemptions:
+            self.preemptions.append(preemption)
+            request = self.requests.get(preemption.request_id)
+            if request is not None:
+                self._tell("preempted", request, preemption.index, preemption.num_tokens, preemption.reason)
+        self.scheduler.preemptions.clear()
+        for admission in plan.admits:
+            request = admission.sequence.request
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.monotonic()
+            if request.beams is None or not admission.sequence.output_ids:  # beams change places all the time
+                self._tell("started", request, admission.sequence.index, admission.num_tokens)
+
+    def _tell(
+        self, name: EventName, request: Request, index: int = 0, num_tokens: int = 0, reason: str | None = None
+    ) -> None:
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(Event(name, request.request_id, time.monotonic(), index, num_tokens, reason))
+        except Exception:
+            logger.exception("on_event failed at %r of request %r", name, request.request_id)
+
     def _flush(self, outputs: Iterable[RequestOutput] = ()) -> None:
-        """Gives back the blocks of the last rows, and what has left the cache, for which no further step would come.
+        """Gives back the blocks of the last rows, and what has left the cache, for which no further step would come;
+        and tidies the pool up, where that is wanted.
 
         If that fails, `outputs` that were about to be handed out come out of the next `step`.
         """
-        if not self.scheduler.has_changes:
-            return
         try:
-            self.runner.change_rows(self.scheduler.schedule())
+            if self.scheduler.has_changes:
+                self.runner.change_rows(self.scheduler.schedule())
         except BaseException as error:
             self._ended = [*outputs, *self._ended]
             self._recover(error)
             raise
+        if self._defragment_above is not None and self.scheduler.ledger.fragmentation > self._defragment_above:
+            self.defragment()
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step: fresh device state, and every running request starts over from its tokens.
@@ -331,8 +458,14 @@ class Engine:
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.finish(sequence, reason)
-        request.metrics.finished_time = time.monotonic()
+        self._record_end(request)
         self._ended.append(request.output())
+
+
+def _candidates(result: StepResult, row: int) -> list[tuple[int, float]]:
+    """The most likely next tokens of a row, with their logprobs."""
+    ids, values = result.logprobs.top_ids[0, row].tolist(), result.logprobs.top[0, row].tolist()
+    return [(token, value) for token, value in zip(ids, values, strict=True) if token != row_sampling.NO_TOKEN]
 
 
 def _logprob_entry(logprobs: Any, index: tuple[int, ...], token: int, num_top: int) -> dict[int, float]:

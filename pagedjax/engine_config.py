@@ -28,12 +28,16 @@ class EngineConfig:
         max_num_seqs: batch rows: sequences that run at once.
         max_num_batched_tokens: tokens a step, prefill chunks and decode rows together.
         decode_steps: most tokens a row may generate in one program before the host looks.
-        num_speculative_tokens: must be 0; speculative decoding is not available yet.
+        num_speculative_tokens: most tokens that a row proposes from its own history in each inner step, to be verified
+            together with the next one (`pagedjax.speculation`); 0 is off. Outputs are the same, and where text repeats
+            itself they come in fewer steps. Steps that compute a prompt do not speculate.
         watermark: share of the blocks kept free when a sequence is admitted beside running ones.
         enable_prefix_caching: keep the K/V of full blocks, as long as there is room, for requests that begin alike.
-        batch_invariant: compute every step in one fixed shape, so that matrix products give the same bits whatever runs
-            beside a request. Slower. What remains: attention takes a single token by another path than a chunk, so
-            where a prompt is split or recomputed differently the last bit of a logit can still differ.
+        defragment_above: when the engine becomes idle, and of the blocks up to the last cached one more than this share
+            is free, the cached ones are moved together. None: never. What runs is as fast either way.
+        batch_invariant: compute every step in one fixed shape, and attention token by token, so that a logit has the
+            same bits whatever runs beside a request and however its prompt was cut, recomputed, shared or found in the
+            cache. Slower, most of all for long prompts.
         strict_compile: raise when a program is needed that `warmup` has not compiled.
         mesh: must be None; sharded engines are not available yet.
         attention: implementation of `pallas_kernels.paged_attention`; None picks by platform.
@@ -52,6 +56,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     watermark: float = 0.01
     enable_prefix_caching: bool = True
+    defragment_above: float | None = None
     batch_invariant: bool = False
     strict_compile: bool = False
     mesh: Any = None
@@ -80,18 +85,21 @@ class EngineConfig:
             raise ValueError(f"memory_utilization={self.memory_utilization} is not in (0, 1]")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark={self.watermark} is not in [0, 1)")
+        if self.defragment_above is not None and not 0.0 <= self.defragment_above < 1.0:
+            raise ValueError(f"defragment_above={self.defragment_above} is not in [0, 1)")
         if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed} does not fit 63 bits; use a smaller one")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {KV_CACHE_DTYPES}")
         if self.attention not in ATTENTION_IMPLEMENTATIONS:
             raise ValueError(f"attention={self.attention!r} is not one of {ATTENTION_IMPLEMENTATIONS}")
-        for name, off, what in (
-            ("num_speculative_tokens", 0, "speculative decoding"),
-            ("mesh", None, "sharding over a mesh"),
-        ):
-            if getattr(self, name) != off:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {what} is not available yet; leave it at {off}")
+        if self.num_speculative_tokens >= self.max_num_batched_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} and the token before them do not fit a step of "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}; lower the one or raise the other"
+            )
+        if self.mesh is not None:
+            raise ValueError(f"mesh={self.mesh!r}: sharding over a mesh is not available yet; leave it at None")
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -103,8 +111,17 @@ class EngineConfig:
         budget = self.max_num_batched_tokens
         if self.batch_invariant:
             return (budget,)
-        powers = [4**i for i in range(math.ceil(math.log(budget, 4)))] if budget > 1 else []
-        return (*powers, budget)
+        return _ladder(budget)
+
+    @property
+    def verify_ladder(self) -> tuple[int, ...]:
+        """The numbers of token places of the steps that verify proposals, ascending; empty without speculation."""
+        if not self.num_speculative_tokens:
+            return ()
+        budget, places = self.max_num_batched_tokens, 1 + self.num_speculative_tokens
+        if self.batch_invariant:
+            return (budget,)
+        return tuple(sorted({min(places * num_rows, budget) for num_rows in _ladder(self.max_num_seqs)}))
 
     def _check_int(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -114,3 +131,9 @@ class EngineConfig:
             raise ValueError(f"{name}={value!r} is not an integer")
         if value < least:
             raise ValueError(f"{name}={value} is too small; it must be at least {least}")
+
+
+def _ladder(last: int) -> tuple[int, ...]:
+    """Powers of 4 below `last`, and `last`."""
+    powers = [4**i for i in range(math.ceil(math.log(last, 4)))] if last > 1 else []
+    return (*powers, last)

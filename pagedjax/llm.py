@@ -9,20 +9,23 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
 from pagedjax import capacity
+from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import ModelConfig
 from pagedjax.decoder import Decoder
 from pagedjax.engine import Engine
 from pagedjax.engine_config import EngineConfig
+from pagedjax.events import Event
 from pagedjax.loaders import load_checkpoint, load_tokenizer
-from pagedjax.memory import kv_pool_dtype, kv_token_bytes, num_pool_blocks
+from pagedjax.memory import kv_block_bytes, kv_pool_dtype, num_pool_blocks
 from pagedjax.outbox import Outbox
 from pagedjax.outputs import RequestOutput, Score
 from pagedjax.params import param_dtype, place_params
@@ -49,6 +52,7 @@ class LLM:
         tokenizer: `pagedjax.text.Tokenizer`, a transformers tokenizer, or anything with `encode` and `decode`; None
             works with token ids only.
         end_ids: tokens that end a generation, beside the tokenizer's.
+        on_event: called with each `pagedjax.events.Event`, from within `step`; what it raises is logged and ignored.
         **options: see `pagedjax.engine_config.EngineConfig`.
 
     Raises:
@@ -62,6 +66,7 @@ class LLM:
         tokenizer: Any = None,
         *,
         end_ids: Sequence[int] = (),
+        on_event: Callable[[Event], None] | None = None,
         **options: Any,
     ) -> None:
         config = _engine_config(options, model.config)
@@ -70,7 +75,7 @@ class LLM:
         graphdef, abstract = nnx.split(model)
         params = place_params(abstract if params is None else params, abstract)
         kv_dtype = kv_pool_dtype(config.kv_cache_dtype, param_dtype(params))
-        self._kv_dtype, self._block_bytes = kv_dtype, config.block_size * kv_token_bytes(model.config, kv_dtype)
+        self._kv_dtype, self._block_bytes = kv_dtype, kv_block_bytes(model.config, kv_dtype, config.block_size)
         self._params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         num_blocks = num_pool_blocks(config, self._block_bytes)
         vocab_size = _num_vocab_tokens(model.config, self.tokenizer)
@@ -90,6 +95,7 @@ class LLM:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             decode_steps=config.decode_steps,
+            num_speculative_tokens=config.num_speculative_tokens,
             watermark=config.watermark,
             enable_prefix_caching=config.enable_prefix_caching,
             window=model.config.largest_window,
@@ -102,12 +108,22 @@ class LLM:
             vocab_size=vocab_size,
             end_ids={*end_ids, *eos_ids},
             seed=config.seed,
+            defragment_above=config.defragment_above,
+            on_event=on_event,
         )
         self._outbox = Outbox(self._engine)
         self._ids = itertools.count()
 
     @classmethod
-    def load(cls, source: str | os.PathLike[str], dtype: Any = None, *, tokenizer: Any = None, **options: Any) -> LLM:
+    def load(
+        cls,
+        source: str | os.PathLike[str],
+        dtype: Any = None,
+        *,
+        tokenizer: Any = None,
+        on_event: Callable[[Event], None] | None = None,
+        **options: Any,
+    ) -> LLM:
         """Loads a model with its tokenizer.
 
         Args:
@@ -115,6 +131,7 @@ class LLM:
                 file, or a checkpoint saved by `pagedjax.loaders.orbax`.
             dtype: of the parameters; None keeps the stored one (float32 for a quantised GGUF file).
             tokenizer: instead of the one beside the weights. Without either, prompts are token ids.
+            on_event: as in `LLM`.
             **options: see `pagedjax.engine_config.EngineConfig`.
 
         Raises:
@@ -136,7 +153,7 @@ class LLM:
             longest = max(config.max_position_embeddings, options.get("max_model_len", 0))
             config = dataclasses.replace(config, max_position_embeddings=longest)
         model = Decoder.abstract(config, jax.tree.leaves(checkpoint.params)[0].dtype)
-        return cls(model, checkpoint.params, tokenizer, end_ids=end_ids, **options)
+        return cls(model, checkpoint.params, tokenizer, end_ids=end_ids, on_event=on_event, **options)
 
     # Many prompts at once
 
@@ -209,6 +226,33 @@ class LLM:
         deltas = self._stream(request_id)
         next(deltas)  # a generator that has begun is also cleaned up if nobody ever asks it for text
         return deltas
+
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams | None = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """The most likely completions of prompts, by beam search; beams share the blocks of what they have in common.
+
+        Args:
+            prompts: as in `generate`.
+            params: how to search, for all prompts; None is `BeamSearchParams()`.
+            use_tqdm: shows a progress bar on stderr.
+
+        Returns:
+            One RequestOutput a prompt, with `width` outputs, the best first by cumulative_logprob / length **
+            length_penalty (the end token counts).
+
+        Raises:
+            ValueError: a prompt cannot be served (its index is named); then nothing has been started.
+        """
+        params = params or BeamSearchParams()
+        parsed = parse_prompts(prompts, self.tokenizer)
+        ids = [self._new_id("beams") for _ in parsed]
+
+        def add(index: int) -> None:
+            prompt = parsed[index]
+            at_index(index, self._engine.add_beam_search, ids[index], prompt.text, prompt.token_ids, params)
+
+        return self._run(ids, add, use_tqdm)
 
     # How likely given texts are
 
@@ -335,6 +379,32 @@ class LLM:
         """Figures of this moment."""
         return Stats.of(self._engine)
 
+    def defragment(self) -> int:
+        """Moves the used blocks to the front of the pool, which is how a dump of it becomes small; what runs goes on
+        as if nothing had happened, and no faster.
+
+        Returns:
+            How many blocks were moved.
+        """
+        return self._engine.defragment()
+
+    def export_kv(self, request_id: str, index: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of an unfinished request, made contiguous, for tools that look into them.
+
+        Args:
+            request_id: as given to `add_request`.
+            index: which of its samples.
+
+        Returns:
+            k, v: [num_layers, tokens computed so far, num_kv_heads, head_dim], in the pool's dtype or dequantised to
+            float32; zero where a sliding window has passed.
+
+        Raises:
+            KeyError: no unfinished request has this id.
+            ValueError: there is no such sample, or it waits and has no K/V.
+        """
+        return self._engine.kv_of(request_id, index)
+
     def audit(self) -> None:
         """Checks that the idle engine holds no blocks; raises RuntimeError with what leaked."""
         self._engine.audit()
@@ -344,11 +414,20 @@ class LLM:
     def _generate(self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool) -> list[RequestOutput]:
         params = match_params(sampling_params, len(prompts))
         ids = [self._new_id("generate") for _ in prompts]
+
+        def add(index: int) -> None:
+            prompt = prompts[index]
+            at_index(index, self._engine.add, ids[index], prompt.text, prompt.token_ids, params[index])
+
+        return self._run(ids, add, use_tqdm)
+
+    def _run(self, ids: list[str], add: Callable[[int], None], use_tqdm: bool) -> list[RequestOutput]:
+        """Adds requests, all or none, and runs them to their end."""
         done: dict[str, RequestOutput] = {}
         box = self._outbox.claim(ids)
         try:
-            for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
-                at_index(index, self._engine.add, request_id, prompt.text, prompt.token_ids, params[index])
+            for index in range(len(ids)):
+                add(index)
             with tqdm(total=len(ids), desc="generating", unit="request", disable=not use_tqdm) as bar:
                 self._runner.on_compile = lambda name: bar.set_description(f"compiling {name}")
                 while len(done) < len(ids):
@@ -380,7 +459,14 @@ class LLM:
 
     def _progress(self) -> dict[str, str]:
         stats = self.stats()
-        return {"running": str(stats.num_running), "kv": f"{stats.kv_usage:.0%}"}
+        return {
+            "running": str(stats.num_running),
+            "waiting": str(stats.num_waiting),
+            "kv": f"{stats.kv_usage:.0%}",
+            "hits": f"{stats.prefix_hit_rate:.0%}",
+            "preempted": str(stats.num_preemptions),
+            "tokens": str(stats.num_generated_tokens),
+        }
 
     def _new_id(self, prefix: str) -> str:
         return next(name for i in self._ids if (name := f"{prefix}-{i}") not in self._engine.requests)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from pagedjax import capacity
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import DEFAULT_CPU_KV_BYTES, EngineConfig
+from pallas_kernels import KVPages
 
 FP8 = "float8_e4m3fn"  # what kv_cache_dtype="fp8" stands for
-BYTES_PER_SCALE = {"int8": 4, FP8: 4}  # of the quantised dtypes: a float32 a token and head
 
 
 def kv_pool_dtype(kv_cache_dtype: str, params_dtype: jnp.dtype) -> jnp.dtype:
@@ -20,11 +20,10 @@ def kv_pool_dtype(kv_cache_dtype: str, params_dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(FP8 if kv_cache_dtype == "fp8" else kv_cache_dtype)
 
 
-def kv_token_bytes(model: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes of one token's K and V in all layers of a pool of `dtype`, the scales included."""
-    return capacity.bytes_per_token(
-        model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize, BYTES_PER_SCALE.get(dtype.name, 0)
-    )
+def kv_block_bytes(model: ModelConfig, dtype: jnp.dtype, block_size: int) -> int:
+    """Bytes of a block in all layers of a pool of `dtype` on this device, scales and padding included."""
+    sizes = (model.num_layers, 1, block_size, model.num_kv_heads, model.head_dim)
+    return jax.eval_shape(lambda: KVPages.zeros(*sizes, dtype)).nbytes
 
 
 def num_pool_blocks(config: EngineConfig, block_bytes: int) -> int:

@@ -37,7 +37,8 @@ class Admission:
         sequence: what starts.
         num_tokens: tokens whose K/V is there already.
         block_ids: of the full cached blocks that hold them; empty for a fork.
-        parent: the row to fork, cut to `num_tokens`; None for no fork.
+        parent: the row to fork, as it was before the plan, cut to `num_tokens`; it may be the sequence's own, which
+            then only gets other tokens. None for no fork.
     """
 
     sequence: Sequence
@@ -51,7 +52,8 @@ class StepPlan:
     """One step: rows released first, then cached blocks dropped, sequences admitted to rows, and tokens computed.
 
     `num_steps` inner steps run in one program: the first computes `num_new_tokens`, each further one the token that the
-    row has just sampled, as long as the row goes on.
+    row has just sampled, as long as the row goes on. With `num_proposals`, where every row has one token, each inner
+    step verifies up to that many proposals a row as well.
     """
 
     num_rows: int
@@ -61,6 +63,7 @@ class StepPlan:
     scheduled: dict[int, Scheduled] = dataclasses.field(default_factory=dict)  # by row
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
     num_steps: int = 1
+    num_proposals: int = 0
 
     @property
     def num_new_tokens(self) -> np.ndarray:  # i32[R]
@@ -71,7 +74,8 @@ class StepPlan:
 
     @property
     def total_new_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.scheduled.values())
+        """Token places that an inner step needs."""
+        return sum(part.num_tokens + self.num_proposals for part in self.scheduled.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +83,18 @@ class StepResult:
     """What a step produced, on the host. The logprobs are `pagedjax.logprobs.TokenLogprobs` with numpy leaves.
 
     Attributes:
-        tokens: i32[K, R] sampled token of each row at each inner step, or NO_TOKEN.
-        finish: i32[K, R] RUNNING, STOPPED or AT_LENGTH with that token.
+        tokens: i32[L, R] sampled tokens of each row in order, and NO_TOKEN: a line an inner step, or as many as tokens
+            can come of one, so that with proposals NO_TOKEN also stands between tokens.
+        finish: i32[L, R] RUNNING, STOPPED or AT_LENGTH with that token.
         seq_lens: i32[R] tokens of the row with K/V in the pool.
         num_free_blocks: blocks free on the device after the step.
         filled: ids of the blocks that became full, row after row, each row's in order. The prefix cache has a reference
             to every one. Empty without a cache.
         ok: False if the pool or a row's table ran out, which the scheduler's reservation rules out.
-        logprobs: [K, R], of the sampled tokens; None where no row asked.
+        logprobs: [L, R], of the sampled tokens; None where no row asked.
         prompt_logprobs: [T], of the token that follows each packed token of the step; None where no row asked.
+        num_proposed_tokens: proposals that were verified.
+        num_accepted_tokens: tokens beyond the one that an inner step gives a row without proposals.
     """
 
     tokens: np.ndarray
@@ -98,3 +105,5 @@ class StepResult:
     ok: bool
     logprobs: Any = None
     prompt_logprobs: Any = None
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0

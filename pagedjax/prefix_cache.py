@@ -8,7 +8,7 @@ one used longest ago goes first; of one sequence's, the last, without which the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pagedjax.block import Block, BlockKey
 
@@ -24,6 +24,11 @@ class PrefixCache:
     def num_idle(self) -> int:
         """Blocks that nobody but the cache holds."""
         return len(self._idle)
+
+    @property
+    def blocks(self) -> Iterable[Block]:
+        """All published blocks."""
+        return self._blocks.values()
 
     @property
     def block_ids(self) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from pagedjax.beam_search import BeamSearch
 from pagedjax.block import Block, BlockKey
 from pagedjax.outputs import (
     CompletionOutput,
@@ -160,10 +161,36 @@ class Request:
     metrics: RequestMetrics
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     num_cached_tokens: int | None = None  # None until it has started
+    beams: BeamSearch | None = None  # of a beam search, whose beams the sequences are
 
     @property
     def finished(self) -> bool:
         return all(sequence.finished for sequence in self.sequences)
+
+    def restart_beams(self) -> None:
+        """A beam search begins anew, from the prompt."""
+        assert self.beams is not None
+        self.beams.reset()
+        for sequence in self.sequences:
+            sequence.output_ids, sequence.keys = [], []
+
+    def take_beams(self) -> None:
+        """The sequences get the tokens of the live beams."""
+        assert self.beams is not None
+        for sequence, beam in zip(self.sequences, self.beams.beams, strict=True):
+            sequence.output_ids = list(beam.token_ids)
+
+    def take_completions(self) -> None:
+        """The sequences get what a beam search has found, and end."""
+        assert self.beams is not None
+        for sequence, (_, beam) in zip(self.sequences, self.beams.completions, strict=True):
+            sequence.output_ids = []
+            for place, token in enumerate(beam.token_ids, 1):
+                is_last = place == len(beam.token_ids)
+                sequence.push(token, stopped=is_last and token in self.beams.end_ids, at_length=is_last)
+            pairs = zip(beam.token_ids, beam.token_logprobs, strict=True)
+            sequence.logprobs = [{token: logprob} for token, logprob in pairs]
+            sequence.cumulative_logprob = beam.logprob
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

@@ -33,7 +33,7 @@ _MAX_INT32 = np.iinfo(np.int32).max
 class RowState:
     """One line a row; lines of rows without a sequence are stale and have `active` False."""
 
-    tokens: jax.Array  # i32[R, M] token ids by position; stale past num_tokens
+    tokens: jax.Array  # i32[R, M] token ids by position; past num_tokens stale, or proposals within a step
     num_tokens: jax.Array  # i32[R] known tokens, prompt and generated
     prompt_len: jax.Array  # i32[R]
     end_len: jax.Array  # i32[R] num_tokens at which the row ends by length
@@ -66,9 +66,11 @@ class Changes:
     drops: np.ndarray  # i32[D] blocks that leave the prefix cache; NULL_BLOCK for padding
     rows: np.ndarray  # i32[A], num_rows for padding
     lines: RowState  # [A] lines to write there
-    num_tokens: np.ndarray  # i32[A] tokens the row starts with
+    adopts: np.ndarray  # bool[A] whether the row starts from cached blocks, or from nothing; else it is a fork
+    num_tokens: np.ndarray  # i32[A] tokens it starts with
     block_ids: np.ndarray  # i32[A, P] the cached blocks that hold them
-    parents: np.ndarray  # i32[A] the row to fork instead, or NO_PARENT
+    parents: np.ndarray  # i32[R] the row to fork, or NO_PARENT
+    ends: np.ndarray  # i32[R] tokens that are left of it
 
     @staticmethod
     def none(rows: RowState, max_blocks_per_seq: int) -> Changes:
@@ -79,9 +81,11 @@ class Changes:
             drops=np.full(DROPS, block_table.NULL_BLOCK, np.int32),
             rows=np.full(ADMITS, num_rows, np.int32),
             lines=jax.tree.map(lambda leaf: np.zeros((ADMITS, *leaf.shape[1:]), leaf.dtype), rows),
+            adopts=np.zeros(ADMITS, bool),
             num_tokens=np.zeros(ADMITS, np.int32),
             block_ids=np.full((ADMITS, max_blocks_per_seq), block_table.NULL_BLOCK, np.int32),
-            parents=np.full(ADMITS, NO_PARENT, np.int32),
+            parents=np.full(num_rows, NO_PARENT, np.int32),
+            ends=np.full(num_rows, _MAX_INT32, np.int32),
         )
 
 
@@ -95,14 +99,9 @@ def change_rows(table: BlockTable, rows: RowState, changes: Changes) -> tuple[Bl
     """
     table = block_table.release(table, changes.release)
     table = block_table.drop(table, changes.drops)
-    forks = changes.parents != NO_PARENT
-    adopters = jnp.where(forks, NO_PARENT, changes.rows)  # any number that is no row is padding
+    adopters = jnp.where(changes.adopts, changes.rows, table.max_num_seqs)
     table = block_table.adopt(table, adopters, changes.block_ids, changes.num_tokens)
-    children = jnp.where(forks, changes.rows, table.max_num_seqs)
-    per_row = jnp.full(table.max_num_seqs, NO_PARENT, jnp.int32)
-    table = block_table.fork(table, per_row.at[children].set(changes.parents, mode="drop"))
-    ends = jnp.full(table.max_num_seqs, _MAX_INT32, jnp.int32)
-    table = block_table.truncate(table, ends.at[children].set(changes.num_tokens, mode="drop"))
+    table = block_table.truncate(block_table.fork(table, changes.parents), changes.ends)
     rows = dataclasses.replace(rows, active=rows.active & ~changes.release)
     rows = jax.tree.map(lambda old, new: old.at[changes.rows].set(new, mode="drop"), rows, changes.lines)
     return table, rows

@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import pallas_kernels
+from pagedjax import block_table
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import EngineConfig
-from pagedjax.plan import Admission, StepPlan, StepResult
+from pagedjax.plan import NO_TOKEN, Admission, StepPlan, StepResult
 from pagedjax.request import Sequence
 from pagedjax.row_sampling import row_values
 from pagedjax.row_state import ADMITS, DROPS, Changes, RowState, change_rows
 from pagedjax.step import NUM_COUNTS, DeviceResult, EngineState, step
+from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,8 @@ class Runner:
     @property
     def program_names(self) -> tuple[str, ...]:
         """Every program there can be."""
-        return ("rows", *(f"step[{size}]" for size in self.config.token_ladder))
+        steps = (f"step[{size}]" for size in self.config.token_ladder)
+        return ("rows", "defragment", *steps, *(f"verify[{size}]" for size in self.config.verify_ladder))
 
     @property
     def compiled(self) -> tuple[str, ...]:
@@ -89,35 +93,64 @@ class Runner:
             table, rows = self._program("rows")(self.state.table, self.state.rows, changes)
             self.state = EngineState(self.state.kv_pages, table, rows)
 
+    def defragment(self) -> dict[int, int]:
+        """Moves the used blocks to the front of the pool; from which id to which."""
+        table, kv_pages, copies = self._program("defragment")(self.state.table, self.state.kv_pages)
+        self.state = EngineState(kv_pages, table, self.state.rows)
+        src, dst, count = jax.device_get((copies.src, copies.dst, copies.count))
+        return dict(zip(src[:count].tolist(), dst[:count].tolist(), strict=True))
+
+    def kv_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of a row's tokens, [L, tokens, H, D] each; zero where a sliding window has passed."""
+        table = self.state.table
+        num_tokens = int(table.seq_lens[row])
+        ids = table.block_tables[row]
+        ids = jnp.where(ids == block_table.NULL_BLOCK, table.num_blocks, ids)  # no block: read as zeros
+        layers = [
+            jax.device_get(pallas_kernels.gather_kv(self.state.kv_pages, layer, ids, num_tokens))
+            for layer in range(self._model_config.num_layers)
+        ]
+        k, v = (np.stack(parts)[:, :num_tokens] for parts in zip(*layers, strict=True))
+        return k, v
+
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and waits for its result."""
         self.change_rows(plan)
-        size = next(size for size in self.config.token_ladder if size >= plan.total_new_tokens)
-        program = self._program(f"step[{size}]")
-        self.state, result = program(self.params, self.state, plan.num_new_tokens, np.int32(plan.num_steps))
+        kind, ladder = "step", self.config.token_ladder
+        if plan.num_proposals:
+            kind, ladder = "verify", self.config.verify_ladder
+        program = self._program(f"{kind}[{next(size for size in ladder if size >= plan.total_new_tokens)}]")
+        counts = [plan.num_new_tokens, np.int32(plan.num_steps)]
+        if plan.num_proposals:
+            counts.append(np.int32(plan.num_proposals))
+        self.state, result = program(self.params, self.state, *counts)
         return self._fetch(plan, result)
 
     def _fetch(self, plan: StepPlan, result: DeviceResult) -> StepResult:
         num_steps, num_rows = self.config.decode_steps, self.config.max_num_seqs
+        num_lines = num_steps * (1 + self.config.num_speculative_tokens if plan.num_proposals else 1)
         tokens, finish, seq_lens, counts, filled = np.split(
-            np.asarray(result.packed), np.cumsum([num_steps * num_rows, num_steps * num_rows, num_rows, NUM_COUNTS])
+            np.asarray(result.packed), np.cumsum([num_lines * num_rows, num_lines * num_rows, num_rows, NUM_COUNTS])
         )
         params = [part.sequence.params for part in plan.scheduled.values()]
         wanted = any(p.logprobs is not None for p in params)
         prompt_wanted = any(part.sequence.next_score is not None for part in plan.scheduled.values())
         return StepResult(
-            tokens=tokens.reshape(num_steps, num_rows),
-            finish=finish.reshape(num_steps, num_rows),
+            tokens=tokens.reshape(num_lines, num_rows),
+            finish=finish.reshape(num_lines, num_rows),
             seq_lens=seq_lens,
             num_free_blocks=int(counts[0]),
             filled=filled[: counts[2]],
             ok=bool(counts[1]),
+            num_proposed_tokens=int(counts[3]),
+            num_accepted_tokens=_num_accepted(tokens.reshape(num_steps, -1, num_rows)),
             logprobs=jax.device_get(result.sampled) if wanted else None,
             prompt_logprobs=jax.device_get(result.prompt) if prompt_wanted else None,
         )
 
     def _changes(self, plan: StepPlan) -> list[Changes]:
-        """The plan's changes of rows, ADMITS and DROPS at a time; the first call does the releases."""
+        """The plan's changes of rows, ADMITS and DROPS at a time; the first call does all releases and forks, of which
+        each reads the table as it was before any."""
         num_calls = max(-(-len(plan.admits) // ADMITS), -(-len(plan.drops) // DROPS), bool(plan.releases))
         calls = [Changes.none(self.state.rows, self.config.max_blocks_per_seq) for _ in range(num_calls)]
         for index, changes in enumerate(calls):
@@ -127,15 +160,19 @@ class Runner:
                 self._start(changes, place, admission)
         if calls:
             calls[0].release[plan.releases] = True
+        for admission in plan.admits:
+            if admission.parent is not None:
+                calls[0].parents[admission.sequence.row] = admission.parent
+                calls[0].ends[admission.sequence.row] = admission.num_tokens
         return calls
 
     def _start(self, changes: Changes, place: int, admission: Admission) -> None:
         assert admission.sequence.row is not None
         changes.rows[place] = admission.sequence.row
-        changes.num_tokens[place] = admission.num_tokens
-        changes.block_ids[place, : len(admission.block_ids)] = admission.block_ids
-        if admission.parent is not None:
-            changes.parents[place] = admission.parent
+        if admission.parent is None:
+            changes.adopts[place] = True
+            changes.num_tokens[place] = admission.num_tokens
+            changes.block_ids[place, : len(admission.block_ids)] = admission.block_ids
         line = self._line(admission.sequence)
         jax.tree.map(lambda leaves, leaf: leaves.__setitem__(place, leaf), changes.lines, line)
 
@@ -188,22 +225,38 @@ class Runner:
             changes = Changes.none(self.state.rows, self.config.max_blocks_per_seq)
             jitted = jax.jit(change_rows, donate_argnums=(0, 1))
             return jitted.lower(self.state.table, self.state.rows, changes).compile()
-        size = int(name.removeprefix("step[").removesuffix("]"))
+        if name == "defragment":
+            return jax.jit(_defragment, donate_argnums=(0, 1)).lower(self.state.table, self.state.kv_pages).compile()
+        kind, size = name.removesuffix("]").split("[")
+        max_proposals = self.config.num_speculative_tokens if kind == "verify" else 0
 
-        def run(params: Any, state: EngineState, num_new_tokens: jax.Array, num_steps: jax.Array) -> Any:
+        def run(params: Any, state: EngineState, *counts: jax.Array) -> Any:
             return step(
                 nnx.merge(self.graphdef, params),
                 state,
-                num_new_tokens,
-                num_steps,
-                num_tokens=size,
+                *counts,
+                num_tokens=int(size),
                 max_steps=self.config.decode_steps,
+                max_proposals=max_proposals,
                 num_vocab_tokens=self._num_vocab_tokens,
                 implementation=self.config.attention,
                 retain_filled=self.config.enable_prefix_caching,
                 window=self._model_config.largest_window,
+                batch_invariant=self.config.batch_invariant,
             )
 
         jitted = jax.jit(run, donate_argnums=(1,))
-        counts = np.zeros(self.config.max_num_seqs, np.int32)
-        return jitted.lower(self.params, self.state, counts, np.int32(1)).compile()
+        counts = [np.zeros(self.config.max_num_seqs, np.int32), *[np.int32(1)] * (2 if max_proposals else 1)]
+        return jitted.lower(self.params, self.state, *counts).compile()
+
+
+def _num_accepted(tokens: np.ndarray) -> int:
+    """How many of the tokens i32[K, 1 + k, R] came beyond the first of an inner step."""
+    return int(np.count_nonzero(tokens[:, 1:] != NO_TOKEN))
+
+
+def _defragment(
+    table: block_table.BlockTable, kv_pages: KVPages
+) -> tuple[block_table.BlockTable, KVPages, block_table.BlockCopies]:
+    table, copies = block_table.defragment(table)
+    return table, pallas_kernels.copy_blocks(kv_pages, copies.src, copies.dst, copies.count), copies

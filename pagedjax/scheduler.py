@@ -9,6 +9,8 @@ Invariants:
 - Blocks are reserved in arrival order and only later arrivals are preempted for earlier ones, so the oldest running
   sequence advances in every step; since a sequence that cannot fit the empty pool is refused, it ends.
 - A row is given up in one place, `_release`.
+- A beam search has its rows and all the blocks it may come to need set aside when it starts, and is not preempted: its
+  beams go on together.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from bisect import insort
 
 from pagedjax.block import Block, BlockKey
 from pagedjax.block_ledger import BlockLedger
+from pagedjax.events import Preemption, PreemptionReason
 from pagedjax.outputs import FinishReason
 from pagedjax.plan import Admission, Scheduled, StepPlan
 from pagedjax.prefix_cache import PrefixCache
-from pagedjax.request import Sequence
+from pagedjax.request import Request, Sequence
 
 
 class Scheduler:
@@ -35,6 +38,7 @@ class Scheduler:
         max_num_batched_tokens: tokens a step.
         max_model_len: tokens a sequence.
         decode_steps: most inner steps a plan may ask for.
+        num_speculative_tokens: most proposals of a row in each of them.
         watermark: share of the pool that an admission leaves free while others run, so that they can grow.
         enable_prefix_caching: keep full blocks for later sequences that begin alike.
         window: the largest sliding window, where every layer has one; None keeps all blocks.
@@ -49,6 +53,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         decode_steps: int = 1,
+        num_speculative_tokens: int = 0,
         watermark: float = 0.01,
         enable_prefix_caching: bool = False,
         window: int | None = None,
@@ -61,10 +66,12 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.decode_steps = decode_steps
+        self.num_speculative_tokens = num_speculative_tokens
         self.watermark_blocks = math.ceil(watermark * self.num_usable_blocks)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.preemptions: list[Preemption] = []  # not yet fetched by the engine
         self.least_available_blocks = self.num_usable_blocks  # since the start, as the host knew it
         self.num_prompt_tokens = 0  # of the sequences started, each the first time
         self.num_cached_tokens = 0  # of those, found in the prefix cache
@@ -74,6 +81,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._releases: list[int] = []  # rows given up since the last plan
+        self._forks: dict[Request, list[int]] = {}  # beams that change places in the next plan
 
     @property
     def has_changes(self) -> bool:
@@ -112,6 +120,27 @@ class Scheduler:
         self._num_arrivals += 1
         self.waiting.append(sequence)
 
+    def add_beams(self, request: Request) -> None:
+        """Queues a beam search; raises ValueError if it can never fit."""
+        leader, width = request.sequences[0], len(request.sequences)
+        if width > self.max_running:
+            raise ValueError(
+                f"a beam search of width {width} needs as many rows, and {self.max_running} can run at once; raise "
+                "max_num_seqs and max_num_batched_tokens, or lower the width"
+            )
+        needed = self._most_blocks(request)
+        if needed > self.num_usable_blocks:
+            raise ValueError(
+                f"{len(request.prompt_ids)} prompt tokens and {width} beams up to {leader.end_len} tokens need up to "
+                f"{needed} blocks of {self.block_size} tokens, and the pool has {self.num_usable_blocks} usable ones; "
+                "raise num_blocks or kv_cache_memory_bytes, or lower max_tokens or the width"
+            )
+        self.add(leader)
+
+    def fork(self, request: Request, parents: list[int]) -> None:
+        """Beam i of a search goes on from where beam `parents[i]` is, with the tokens it has now."""
+        self._forks[request] = parents
+
     def finish(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
         """Takes a sequence out, in whatever state it is: its row and blocks are released with the next plan.
 
@@ -124,15 +153,23 @@ class Scheduler:
         if sequence.row is not None:
             self.running.remove(sequence)
             self._release(sequence)
-        else:
+        elif sequence in self.waiting:  # a beam may be neither
             self.waiting.remove(sequence)
+        self._forks.pop(sequence.request, None)
 
-    def preempt_all(self) -> None:
+    def preempt_all(self, reason: PreemptionReason) -> None:
         """Sends every running sequence back into the queue."""
+        searches = self._searches
         for sequence in self.running:
+            self._log_preemption(sequence, reason)
             self._release(sequence)
-            insort(self.waiting, sequence, key=_arrival)
+            if sequence.request not in searches:
+                insort(self.waiting, sequence, key=_arrival)
+        for request in searches:
+            request.restart_beams()
+            insort(self.waiting, request.sequences[0], key=_arrival)
         self.running.clear()
+        self._forks.clear()
 
     def change_weights(self, *, recompute: bool) -> None:
         """New weights are in force: nothing computed with older ones is shared any more.
@@ -142,13 +179,13 @@ class Scheduler:
         """
         self.ledger.change_weights()
         if recompute:
-            self.preempt_all()
+            self.preempt_all("weights")
             for sequence in self.waiting:
                 sequence.scores.clear()
 
     def reset(self) -> None:
         """The device's state is fresh: nothing is held there, nothing is in flight."""
-        self.preempt_all()
+        self.preempt_all("failure")
         self._releases.clear()
         self.ledger.reset()
 
@@ -159,10 +196,13 @@ class Scheduler:
             A plan; one without scheduled tokens has only releases, or nothing at all, and gets no result.
         """
         plan = StepPlan(self.num_rows)
+        if not self.running:
+            self.ledger.settle_idle()
+        self._fork_beams(plan)
         budget = self._allot(plan)
         if not plan.preempted:
             self._admit(plan, budget)
-        plan.num_steps = self._extend(plan)
+        plan.num_steps, plan.num_proposals = self._extend(plan)
         self.least_available_blocks = min(self.least_available_blocks, self.ledger.num_available_blocks)
         plan.releases, self._releases = self._releases, []
         plan.drops = self.ledger.take_drops()
@@ -191,8 +231,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Debits the blocks for `num_tokens` more, preempting later arrivals; False if it had to give way itself."""
         needed = self.ledger.growth(sequence, num_tokens)
-        while needed > self.ledger.num_available_blocks:
-            victim = self.running[-1]
+        while sequence.request.beams is None and needed > self._num_available_blocks:
+            victim = next(s for s in reversed(self.running) if s.request.beams is None)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
@@ -210,14 +250,17 @@ class Scheduler:
             {key for part in plan.scheduled.values() for key in self._keys_to_come(part)} if self.waiting else set()
         )
         held: list[Sequence] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
+        while self.waiting and budget > 0:
             sequence = self.waiting[0]
+            num_rows = 1 if sequence.request.beams is None else len(sequence.request.sequences)
+            if len(self.running) + self._num_beams_to_come + num_rows > self.max_running:
+                break
             start = self._start(sequence, plan, coming)
             if start is None:
                 held.append(self.waiting.pop(0))
                 continue
             watermark = self.watermark_blocks if self.running else 0
-            if self._start_cost(sequence, start) + watermark + owed > self.ledger.num_available_blocks:
+            if self._start_cost(sequence, start) + watermark + owed > self._num_available_blocks:
                 break
             del self.waiting[0]
             row = self._start_row(sequence, start, plan)
@@ -258,7 +301,9 @@ class Scheduler:
         """Blocks that starting there takes from those available, for all known tokens of the sequence."""
         num_shared = start.num_tokens // self.block_size
         woken = sum(block is not None and block.num_rows == 0 for block in start.blocks[:num_shared])
-        return self.ledger.num_blocks(sequence.num_tokens) - num_shared + woken
+        beams = sequence.request.beams
+        most = self.ledger.num_blocks(sequence.num_tokens) if beams is None else self._most_blocks(sequence.request)
+        return most - num_shared + woken
 
     def _start_row(self, sequence: Sequence, start: _Start, plan: StepPlan) -> int:
         sequence.row = row = self._free_rows.pop()
@@ -283,19 +328,69 @@ class Scheduler:
             return []
         return self.ledger.keys(sequence, num_known)[first:]
 
-    def _extend(self, plan: StepPlan) -> int:
-        """How many inner steps: no more than the shortest remaining work, and one while anyone prefills."""
+    def _extend(self, plan: StepPlan) -> tuple[int, int]:
+        """How many inner steps: no more than the shortest remaining work, and one while anyone prefills or searches.
+        And how many proposals of a row in each: none in these cases. Where blocks are short, steps go first."""
         parts = list(plan.scheduled.values())
-        if not parts or any(p.num_tokens > 1 or p.sequence.num_pending > 0 for p in parts):
-            return 1
-        steps = min(self.decode_steps, *(p.sequence.end_len - p.sequence.num_tokens for p in parts))
-        while steps > 1:
-            needed = sum(self.ledger.growth(p.sequence, steps - 1) for p in parts)
-            if needed <= self.ledger.num_available_blocks:
+        if not parts or any(p.num_tokens > 1 or p.sequence.num_pending > 0 or p.sequence.request.beams for p in parts):
+            return 1, 0
+        left = [p.sequence.end_len - p.sequence.num_tokens for p in parts]
+        steps = min(self.decode_steps, *left)
+        places = self.max_num_batched_tokens // len(parts)
+        proposals = min(self.num_speculative_tokens, places - 1, max(left) - 1)
+        if any(p.sequence.next_score is not None for p in parts):
+            proposals = 0  # a step that verifies has no logprobs of known tokens
+        while steps > 1 or proposals > 0:
+            # A row's last token is never computed: all but one of those left need a slot, and one of them has it.
+            more = [min(steps * (1 + proposals), tokens) - 1 for tokens in left]
+            needed = sum(self.ledger.growth(p.sequence, count) for p, count in zip(parts, more, strict=True))
+            if needed <= self._num_available_blocks:
                 self.ledger.debit(needed)
                 break
-            steps -= 1
-        return steps
+            steps, proposals = (steps - 1, proposals) if steps > 1 else (1, proposals - 1)
+        return steps, proposals
+
+    # Beam searches
+
+    @property
+    def _searches(self) -> dict[Request, None]:
+        """The beam searches that run."""
+        return {s.request: None for s in self.running if s.request.beams is not None}
+
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks that a beam search may hold at once: the prompt's full ones, and all others once a beam."""
+        num_full = len(request.prompt_ids) // self.block_size
+        num_own = self.ledger.num_blocks(request.sequences[0].end_len - 1) - num_full
+        return num_full + num_own * len(request.sequences)
+
+    @property
+    def _num_available_blocks(self) -> int:
+        """Blocks that can be had without those set aside for beam searches."""
+        set_aside = 0
+        for request in self._searches:
+            held = {block for sequence in request.sequences for block in sequence.blocks}
+            set_aside += max(self._most_blocks(request) - len(held), 0)
+        return self.ledger.num_available_blocks - set_aside
+
+    @property
+    def _num_beams_to_come(self) -> int:
+        """Rows set aside for beam searches that have not forked yet."""
+        return sum(sequence.row is None for request in self._searches for sequence in request.sequences)
+
+    def _fork_beams(self, plan: StepPlan) -> None:
+        for request, parents in self._forks.items():
+            sequences = request.sequences
+            rows = [sequences[parent].row for parent in parents]
+            self.ledger.fork(sequences, parents)
+            for sequence, row in zip(sequences, rows, strict=True):
+                if sequence.row is None:
+                    sequence.row, sequence.arrival = self._free_rows.pop(), sequences[0].arrival
+                    sequence.weights_version = sequences[0].weights_version
+                    insort(self.running, sequence, key=_arrival)
+                plan.admits.append(Admission(sequence, sequence.num_computed, parent=row))
+        self._forks.clear()
+
+    # Rows
 
     def _schedule(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
         assert sequence.row is not None
@@ -306,11 +401,16 @@ class Scheduler:
         assert sequence.row is not None
         plan.scheduled.pop(sequence.row, None)
         self.running.remove(sequence)
+        self._log_preemption(sequence, "blocks")
         self._release(sequence)
         insort(self.waiting, sequence, key=_arrival)
         plan.preempted.append(sequence)
         sequence.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
+
+    def _log_preemption(self, sequence: Sequence, reason: PreemptionReason) -> None:
+        preemption = Preemption(sequence.request.request_id, sequence.index, sequence.num_computed, reason)
+        self.preemptions.append(preemption)
 
     def _release(self, sequence: Sequence) -> None:
         """The one way out of a row: finish, abort, preemption and errors all come here."""

@@ -4,11 +4,15 @@ Each inner step appends to the block table, runs the decoder over the packed new
 known tokens are all computed, and writes the samples into the row state. The first inner step computes what the plan
 says; each further one the token that every participating row has just sampled.
 
+A step that verifies proposals (`pagedjax.speculation`) computes them behind that token, draws at every place, and takes
+back the K/V of those that were not drawn.
+
 Blocks are appended inside the loop, a token a row at a time, rather than reserved before it and truncated after: a row
 that stops early then never holds a block it does not use, and the host has made sure that there are enough.
 
-Dimensions: T token places (static), S = min(T, R) sample slots, R rows, K inner steps at most (static), V vocabulary,
-M = MAX_LOGPROBS, F blocks that can become full.
+Dimensions: T token places (static), R rows, K inner steps at most (static), k proposals a row at most (static, 0 for
+none), L = K (1 + k) lines of results, S sample slots: min(T, R), with proposals min(T, R (1 + k)), V vocabulary,
+F blocks that can become full.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ from pagedjax.logprobs import TokenLogprobs, token_logprobs
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, RUNNING, STOPPED
 from pagedjax.row_sampling import NO_LOGPROBS
 from pagedjax.row_state import RowState
+from pagedjax.sample_slots import SampleSlots, every_place, last_places
 from pagedjax.sampler import sample
 from pagedjax.sampling_params import MAX_LOGPROBS
+from pagedjax.speculation import keep, propose
 from pallas_kernels import KVPages
 
 
@@ -56,7 +62,7 @@ class EngineState:
         )
 
 
-NUM_COUNTS = 3  # in DeviceResult.packed: num_free_blocks, ok, how many of `filled` are blocks
+NUM_COUNTS = 4  # in DeviceResult.packed: num_free_blocks, ok, how many of `filled` are blocks, num_proposed_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -64,19 +70,19 @@ NUM_COUNTS = 3  # in DeviceResult.packed: num_free_blocks, ok, how many of `fill
 class DeviceResult:
     """What a step leaves for the host. `packed` is always fetched; the rest only where somebody asked for logprobs."""
 
-    packed: jax.Array  # i32[2 * K * R + R + 3 + F]: tokens [K, R], finish [K, R], seq_lens [R], the counts, filled [F]
-    sampled: TokenLogprobs  # [K, R], of the sampled tokens
+    packed: jax.Array  # i32[2 * L * R + R + 4 + F]: tokens [L, R], finish [L, R], seq_lens [R], the counts, filled [F]
+    sampled: TokenLogprobs  # [L, R], of the sampled tokens
     prompt: TokenLogprobs  # [T], of the token that follows each computed one
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Samples:
-    """The loop's output buffers, written one inner step at a time."""
+    """The loop's output buffers, written one inner step, 1 + k lines, at a time."""
 
-    tokens: jax.Array  # i32[K, R]
-    finish: jax.Array  # i32[K, R]
-    logprobs: TokenLogprobs  # [K, R]
+    tokens: jax.Array  # i32[L, R]
+    finish: jax.Array  # i32[L, R]
+    logprobs: TokenLogprobs  # [L, R]
 
 
 def step(
@@ -84,13 +90,16 @@ def step(
     state: EngineState,
     num_new_tokens: jax.Array,
     num_steps: jax.Array,
+    num_proposals: jax.Array | int = 0,
     *,
     num_tokens: int,
     max_steps: int,
+    max_proposals: int = 0,
     num_vocab_tokens: int,
     implementation: str | None,
     retain_filled: bool = False,
     window: int | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[EngineState, DeviceResult]:
     """Runs `num_steps` inner steps.
 
@@ -99,50 +108,77 @@ def step(
         state: the engine state; donate it.
         num_new_tokens: i32[R] tokens of each row in the first inner step; rows with 0 sit the whole step out.
         num_steps: i32[], 1 .. max_steps. More than 1 only where every row has at most one new token.
-        num_tokens: T, at least the sum of `num_new_tokens`.
+        num_proposals: i32[], 0 .. max_proposals: most proposals of a row in each inner step.
+        num_tokens: T, at least the sum of `num_new_tokens`; with proposals, 1 + num_proposals for each of them.
         max_steps: K.
+        max_proposals: k; above 0 every row that takes part computes its last token, and no prompt logprobs are wanted.
         num_vocab_tokens: V without padding: ids that can be drawn are below it.
         implementation: of the attention.
         retain_filled: take a reference, the prefix cache's, to every block that becomes full, and tell its id.
         window: give back what lies behind a sliding window of this many tokens that every layer has; None: nothing.
+        batch_invariant: attend token by token, so that how a prompt is cut changes no bit.
 
     Returns:
         The state after the step, and its result.
     """
-    num_rows = num_new_tokens.shape[0]
-    Carry = tuple[EngineState, _Samples, TokenLogprobs, jax.Array]
+    num_rows, num_lines = num_new_tokens.shape[0], max_steps * (1 + max_proposals)
+    Carry = tuple[jax.Array, EngineState, _Samples, TokenLogprobs, jax.Array, jax.Array]
 
-    def inner(index: jax.Array, carry: Carry) -> Carry:
-        state, samples, prompt, ok = carry
-        going = (num_new_tokens > 0) & state.rows.active
+    def goes_on(rows: RowState) -> jax.Array:
+        return (num_new_tokens > 0) & rows.active  # [R]
+
+    def goes_on_somewhere(carry: Carry) -> jax.Array:
+        index, state = carry[:2]
+        if not max_proposals:
+            return index < num_steps
+        return (index < num_steps) & jnp.any(goes_on(state.rows))  # accepted tokens may end the rows early
+
+    def inner(carry: Carry) -> Carry:
+        index, state, samples, prompt, num_proposed, ok = carry
+        rows = state.rows
+        going = goes_on(rows)
         counts = jnp.where(going, jnp.where(index == 0, num_new_tokens, 1), 0)
+        if max_proposals:
+            rows, proposed = propose(rows, jnp.where(going, num_proposals, 0), max_proposals)
+            counts, num_proposed = counts + proposed, num_proposed + jnp.sum(proposed)
         table, copies, fits = block_table.append(state.table, counts)
         counts = jnp.where(fits, counts, 0)
         kv_pages = pallas_kernels.copy_blocks(state.kv_pages, copies.src, copies.dst, copies.count)
-        batch = make_batch(table, counts, num_tokens)
-        tokens = state.rows.tokens.at[batch.rows, batch.positions].get(mode="fill", fill_value=0)
+        batch = make_batch(table, counts, num_tokens, 1 + max_proposals if max_proposals else None, batch_invariant)
+        tokens = rows.tokens.at[batch.rows, batch.positions].get(mode="fill", fill_value=0)
         hidden, kv_pages = model.paged(tokens, kv_pages, batch, implementation=implementation)
-        prompt = _prompt_logprobs(model, hidden, state.rows, batch, prompt, num_vocab_tokens)
-        ready = (counts > 0) & (table.seq_lens == state.rows.num_tokens)
-        rows, samples = _sample(model, hidden, state.rows, batch, ready, index, samples, num_vocab_tokens)
-        return EngineState(kv_pages, table, rows), samples, prompt, ok & fits
+        if max_proposals:
+            slots = every_place(batch, index, max_proposals)
+        else:
+            prompt = _prompt_logprobs(model, hidden, rows, batch, prompt, num_vocab_tokens)
+            ready = (counts > 0) & (table.seq_lens == rows.num_tokens)
+            slots = last_places(batch, ready, rows.num_tokens, index)
+        token_ids, finish, logprobs = _draw(model, hidden, rows, slots, num_vocab_tokens)
+        if max_proposals:
+            slots = keep(slots, token_ids, finish == RUNNING, rows, batch)
+        rows = _advance(rows, slots, token_ids, finish)
+        if max_proposals:  # K/V of the new last token is not there, as in any step
+            table = block_table.truncate(table, jnp.where(counts > 0, rows.num_tokens - 1, table.seq_lens))
+        samples = _record(samples, slots, _Samples(token_ids, finish, logprobs))
+        return index + 1, EngineState(kv_pages, table, rows), samples, prompt, num_proposed, ok & fits
 
     samples = _Samples(
-        tokens=jnp.full((max_steps, num_rows), NO_TOKEN, jnp.int32),
-        finish=jnp.full((max_steps, num_rows), RUNNING, jnp.int32),
-        logprobs=_no_logprobs(max_steps, num_rows),
+        tokens=jnp.full((num_lines, num_rows), NO_TOKEN, jnp.int32),
+        finish=jnp.full((num_lines, num_rows), RUNNING, jnp.int32),
+        logprobs=_no_logprobs(num_lines, num_rows),
     )
-    carry = (state, samples, _no_logprobs(num_tokens), jnp.bool_(True))
+    carry = (jnp.int32(0), state, samples, _no_logprobs(num_tokens), jnp.int32(0), jnp.bool_(True))
     seq_lens = state.table.seq_lens
-    state, samples, prompt, ok = jax.lax.fori_loop(0, num_steps, inner, carry)
+    _, state, samples, prompt, num_proposed, ok = jax.lax.while_loop(goes_on_somewhere, inner, carry)
     table, filled, num_filled = state.table, jnp.zeros(0, jnp.int32), jnp.int32(0)
     if retain_filled:
         num_active = min(num_tokens, num_rows)
-        filled, num_filled = _filled(table, seq_lens, num_active, num_tokens + (max_steps - 1) * num_active)
+        num_later = (max_steps - 1) * (num_tokens if max_proposals else num_active)
+        filled, num_filled = _filled(table, seq_lens, num_active, num_tokens + num_later)
         table = block_table.retain(table, filled)
     if window is not None:
         table = block_table.free_outside_window(table, window)
-    counts = jnp.stack([table.num_free_blocks, ok.astype(jnp.int32), num_filled])
+    counts = jnp.stack([table.num_free_blocks, ok.astype(jnp.int32), num_filled, num_proposed])
     packed = jnp.concatenate([samples.tokens.ravel(), samples.finish.ravel(), table.seq_lens, counts, filled])
     state = dataclasses.replace(state, table=table)
     return state, DeviceResult(packed, samples.logprobs, prompt)
@@ -176,31 +212,18 @@ def _no_logprobs(*shape: int) -> TokenLogprobs:
     )
 
 
-def _sample(
-    model: Any,
-    hidden: jax.Array,
-    rows: RowState,
-    batch: Batch,
-    ready: jax.Array,
-    index: jax.Array,
-    samples: _Samples,
-    num_vocab_tokens: int,
-) -> tuple[RowState, _Samples]:
-    """Draws the next token of every row that is `ready` bool[R], and records it.
-
-    Sample slots are compacted: slot s draws for row `slots[s]`, and surplus slots write nowhere.
-    """
-    num_rows = ready.shape[0]
-    num_slots = min(hidden.shape[0], num_rows)
-    slots = jnp.nonzero(ready, size=num_slots, fill_value=num_rows)[0].astype(jnp.int32)  # [S]
-    row = jnp.minimum(slots, num_rows - 1)
-    logits = model.logits(hidden[batch.query_start_loc[row + 1] - 1])  # [S, V]
-    sampling = rows.sampling.gather(row).keep(slots < num_rows)  # surplus slots ask for nothing
-    positions = rows.num_tokens[row]  # [S] of the token being drawn
+def _draw(
+    model: Any, hidden: jax.Array, rows: RowState, slots: SampleSlots, num_vocab_tokens: int
+) -> tuple[jax.Array, jax.Array, TokenLogprobs]:
+    """Token ids i32[S]; i32[S], whether each would end its row; and logprobs [S]."""
+    num_rows = rows.num_tokens.shape[0]
+    row = jnp.minimum(slots.rows, num_rows - 1)
+    logits = model.logits(hidden[slots.places])  # [S, V]
+    sampling = rows.sampling.gather(row).keep(slots.rows < num_rows)  # surplus slots ask for nothing
     token_ids = sample(
         logits,
         sampling,
-        positions,
+        slots.positions,
         rows.tokens,
         rows.prompt_len[row],
         num_vocab_tokens=num_vocab_tokens,
@@ -210,19 +233,25 @@ def _sample(
 
     # Stop ids are masked until min_tokens, so one that is drawn counts.
     is_stop = jnp.any(token_ids[:, None] == sampling.stop_ids, axis=1)
-    at_end = positions + 1 >= rows.end_len[row]
+    at_end = slots.positions + 1 >= rows.end_len[row]
     finish = jnp.where(is_stop, STOPPED, jnp.where(at_end, AT_LENGTH, RUNNING)).astype(jnp.int32)
-    rows = dataclasses.replace(
+    return token_ids, finish, logprobs
+
+
+def _advance(rows: RowState, slots: SampleSlots, token_ids: jax.Array, finish: jax.Array) -> RowState:
+    """Appends the drawn tokens to their rows, and ends those that are to end."""
+    ended = jnp.where(finish == RUNNING, rows.num_tokens.shape[0], slots.rows)  # a row's last token at most
+    return dataclasses.replace(
         rows,
-        tokens=rows.tokens.at[slots, positions].set(token_ids, mode="drop"),
-        num_tokens=rows.num_tokens.at[slots].add(1, mode="drop"),
-        active=rows.active.at[slots].set(finish == RUNNING, mode="drop"),
+        tokens=rows.tokens.at[slots.rows, slots.positions].set(token_ids, mode="drop"),
+        num_tokens=rows.num_tokens.at[slots.rows].add(1, mode="drop"),
+        active=rows.active.at[ended].set(False, mode="drop"),
     )
 
-    def record(buffer: jax.Array, values: jax.Array) -> jax.Array:
-        return buffer.at[index, slots].set(values, mode="drop")
 
-    return rows, jax.tree.map(record, samples, _Samples(token_ids, finish, logprobs))
+def _record(samples: _Samples, slots: SampleSlots, drawn: _Samples) -> _Samples:
+    """Writes what was drawn, [S], where the result has it."""
+    return jax.tree.map(lambda buffer, x: buffer.at[slots.lines, slots.rows].set(x, mode="drop"), samples, drawn)
 
 
 def _prompt_logprobs(

@@ -46,4 +46,6 @@ def test_places_rows_one_after_another(counts: list[int]) -> None:
 def test_one_place_is_a_decode_step() -> None:
     table = block_table.create(NUM_BLOCKS, BLOCK_SIZE, NUM_ROWS, 8)
     assert make_batch(table, np.zeros(NUM_ROWS, np.int32), 1).max_query_len == 1
+    assert make_batch(table, np.zeros(NUM_ROWS, np.int32), 1, 4).max_query_len == 1
     assert make_batch(table, np.zeros(NUM_ROWS, np.int32), 2).max_query_len is None
+    assert make_batch(table, np.zeros(NUM_ROWS, np.int32), 8, 4).max_query_len == 4

@@ -22,7 +22,7 @@ def llm() -> Iterator[LLM]:
 
 def test_the_program_set_is_closed(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     generate(llm, [[1]])
-    assert llm.plan.programs == llm._runner.compiled == ("rows", "step[32]")
+    assert llm.plan.programs == llm._runner.compiled == ("rows", "defragment", "step[32]")
     compile_seconds = llm.stats().compile_seconds
     llm.warmup()
     assert llm.stats().compile_seconds == compile_seconds
@@ -42,7 +42,7 @@ def test_each_step_takes_the_least_program_that_holds_it(
     llm = LLM(
         mock_model.MockDecoder(), **mock_engine.OPTIONS | {"max_num_batched_tokens": budget, "batch_invariant": False}
     )
-    assert llm.plan.programs == ("rows", *(f"step[{size}]" for size in ladder))
+    assert llm.plan.programs == ("rows", "defragment", *(f"step[{size}]" for size in ladder))
     names: list[str] = []
 
     def stop(name: str) -> Any:

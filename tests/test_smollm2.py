@@ -13,11 +13,13 @@ from typing import Any
 import hf_files
 import pytest
 
-from pagedjax import LLM, RequestOutput, SamplingParams
+from pagedjax import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from pagedjax.loaders import gguf
 from pagedjax.text import Tokenizer
 
-REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["prompts"]
+DATA = pathlib.Path(__file__).parent / "data"
+REFERENCE = json.loads((DATA / "smollm2_greedy.json").read_text())["prompts"]
+BEAMS = json.loads((DATA / "smollm2_beam.json").read_text())["cases"]
 MARGIN = 1e-3
 LOGPROB_TOLERANCE = 2e-3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=5, prompt_logprobs=0)
@@ -63,6 +65,28 @@ def test_stream_is_the_whole_text(smollm2: LLM) -> None:
     deltas = list(smollm2.stream(reference["prompt_text"], params))
     assert len(deltas) > 4
     assert "".join(deltas) == smollm2.tokenizer.decode(reference["output_token_ids"], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case['prompt']}-{case['early_stopping']}",
+            marks=() if case["prompt"] == "chat_capital" else pytest.mark.slow,
+        )
+        for case in BEAMS
+    ],
+)
+def test_beam_search_is_that_of_transformers(smollm2: LLM, case: dict[str, Any]) -> None:
+    options = {name: case[name] for name in ("width", "max_tokens", "length_penalty", "early_stopping")}
+    prompt = next(r["prompt_token_ids"] for r in REFERENCE if r["name"] == case["prompt"])
+    (output,) = smollm2.beam_search(prompt, BeamSearchParams(**options), use_tqdm=False)
+    for found, expected in zip(output.outputs, case["sequences"], strict=True):
+        assert found.token_ids == expected["token_ids"]
+        assert found.cumulative_logprob is not None
+        score = found.cumulative_logprob / len(found.token_ids) ** case["length_penalty"]
+        assert score == pytest.approx(expected["score"], abs=LOGPROB_TOLERANCE)
 
 
 def test_chunks_of_sixteen_and_a_pool_that_preempts(smollm2_path: pathlib.Path) -> None:

@@ -36,15 +36,16 @@ def test_the_pool_is_updated_in_place(llm: LLM) -> None:
     runner = llm._runner
     pool_bytes = runner.state.kv_pages.nbytes
     assert pool_bytes > 60e6
-    for places in (1, 16):
+    for places, proposals in ((1, 0), (16, 0), (12, 2)):
+        options: dict[str, Any] = {"max_steps": 8, "num_vocab_tokens": 96, "implementation": None}
+        options |= {"num_tokens": places, "max_proposals": proposals}
 
-        def run(params: Any, state: Any, counts: jax.Array, num_steps: jax.Array, places: int = places) -> Any:
-            model = nnx.merge(runner.graphdef, params)
-            options: dict[str, Any] = {"max_steps": 8, "num_vocab_tokens": 96, "implementation": None}
-            return step(model, state, counts, num_steps, num_tokens=places, **options)
+        def run(params: Any, state: Any, *counts: jax.Array, options: dict[str, Any] = options) -> Any:
+            return step(nnx.merge(runner.graphdef, params), state, *counts, **options)
 
         jitted = jax.jit(run, donate_argnums=(1,))
-        compiled = jitted.lower(runner.params, runner.state, np.zeros(4, np.int32), np.int32(1)).compile()
+        counts = (np.zeros(4, np.int32), np.int32(1), np.int32(proposals))
+        compiled = jitted.lower(runner.params, runner.state, *counts).compile()
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= pool_bytes
         assert memory.temp_size_in_bytes < pool_bytes / 10
@@ -62,7 +63,7 @@ def test_mixed_work_compiles_only_what_the_plan_lists(llm: LLM) -> None:
         {"logit_bias": {3: 2.0}, "stop_token_ids": [5, 6], "min_tokens": 2, "n": 2},
         {"presence_penalty": 0.5, "frequency_penalty": -0.5},
     ]
-    assert set(llm.plan.programs) == {"rows", "step[1]", "step[4]", "step[16]"}
+    assert set(llm.plan.programs) == {"rows", "defragment", "step[1]", "step[4]", "step[16]"}
     llm.warmup()
     prompts = [rng.integers(0, 96, rng.integers(1, 60)).tolist() for _ in range(100)]
     params = [
