@@ -1,12 +1,16 @@
-"""The engine's loop without jax: a scheduler, and a device in plain Python that counts blocks and keeps histories.
+"""The engine's loop without jax: the scheduler, the device of `host_device`, and what the engine does between them.
 
-The loop checks the scheduler's promises at every step.
+The loop checks the scheduler's promises at every step: who runs, who may be overtaken, and that the host's account of
+blocks is the device's.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
+
+from host_device import NULL_BLOCK, Device, Result, next_token
 
 from pagedjax.outputs import RequestMetrics
 from pagedjax.plan import StepPlan
@@ -16,105 +20,82 @@ from pagedjax.scheduler import Scheduler
 from pagedjax.text import OutputText
 
 
-def next_token(tokens: list[int]) -> int:
-    state = 17
-    for token in tokens:
-        state = (state * 31 + token + 7) % 1009
-    return state % 50
-
-
-class Row:
-    """A sequence as the device knows it: copied at admission, never looked at on the host again."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self.tokens = list(sequence.token_ids)
-        self.end_len, self.stop_ids = sequence.end_len, sequence.stop_ids
-        self.num_computed = 0
-        self.active = True
-
-
-class Device:
-    """Rows and blocks. Fails where the scheduler has promised something that is not so."""
-
-    def __init__(self, num_usable_blocks: int, block_size: int) -> None:
-        self.num_usable_blocks, self.block_size = num_usable_blocks, block_size
-        self.rows: dict[int, Row] = {}
-
-    def blocks(self, row: int) -> int:
-        return -(-self.rows[row].num_computed // self.block_size)
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.num_usable_blocks - sum(map(self.blocks, self.rows))
-
-    def run(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Returns each scheduled row's sampled tokens."""
-        for row in plan.releases:
-            del self.rows[row]
-        for sequence in plan.admits:
-            assert sequence.row is not None
-            assert sequence.row not in self.rows, "admitted to a row that is taken"
-            self.rows[sequence.row] = Row(sequence)
-        sampled: dict[int, list[int]] = {row: [] for row in plan.scheduled}
-        for step in range(plan.num_steps):
-            for row, part in plan.scheduled.items():
-                state = self.rows[row]
-                if not state.active:
-                    continue
-                if step == 0:
-                    assert state.num_computed == part.first_position
-                state.num_computed += part.num_tokens if step == 0 else 1
-                assert state.num_computed <= len(state.tokens), "computes tokens that nobody knows"
-                if state.num_computed == len(state.tokens):
-                    token = next_token(state.tokens)
-                    state.tokens.append(token)
-                    sampled[row].append(token)
-                    state.active = token not in state.stop_ids and len(state.tokens) < state.end_len
-            assert self.num_free_blocks >= 0, "the device ran out of blocks"
-        return sampled
-
-
 class Loop:
-    """Scheduler and device, and what the engine does between them; checks the scheduler's promises at each step."""
+    """A scheduler, which may cache prefixes, and its device; options are the scheduler's."""
 
     def __init__(self, num_blocks: int = 100, block_size: int = 4, **options: Any) -> None:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, "watermark": 0.0}
-        self.scheduler = Scheduler(num_blocks=num_blocks, block_size=block_size, **(defaults | options))
-        self.device = Device(num_blocks - 1, block_size)
+        options = defaults | options
+        self.scheduler = Scheduler(num_blocks=num_blocks, block_size=block_size, **options)
+        self.ledger = self.scheduler.ledger
+        self.device = Device(
+            num_blocks - 1,
+            block_size,
+            retains=options.get("enable_prefix_caching", False),
+            window=options.get("window"),
+        )
         self.arrivals: list[Sequence] = []
         self.during: Callable[[], None] = lambda: None  # runs between the dispatch of a plan and its result
         self.ended: list[Sequence] = []
+        self.host_stops: dict[Sequence, tuple[int, ...]] = {}  # tokens that end it, which the device does not know
+        # Rows were given up while their plan was on the device: the bound may be too low until the next result.
+        self._late = False
+
+    # What callers do
 
     def add(self, prompt: int | list[int], max_tokens: int = 10, stop_ids: tuple[int, ...] = ()) -> Sequence:
-        ids = [len(self.arrivals) + 1] * prompt if isinstance(prompt, int) else prompt
-        request = Request(str(len(self.arrivals)), None, ids, SamplingParams(), RequestMetrics(0.0))
-        end_len = min(len(ids) + max_tokens, self.scheduler.max_model_len)
-        sequence = Sequence(request, 0, 0, frozenset(stop_ids), end_len, OutputText(None))
-        request.sequences = [sequence]
-        self.scheduler.add(sequence)
-        self.arrivals.append(sequence)
+        (sequence,) = self.add_samples(prompt, 1, max_tokens, stop_ids)
         return sequence
+
+    def add_samples(
+        self,
+        prompt: int | list[int],
+        n: int,
+        max_tokens: int = 10,
+        stop_ids: tuple[int, ...] = (),
+        *,
+        cache_salt: str | None = None,
+        scores: bool = False,
+    ) -> list[Sequence]:
+        """Queues a request; a prompt that is a number is as many tokens that no other request has."""
+        number = len(self.arrivals) + 1
+        ids = [number] * prompt if isinstance(prompt, int) else prompt
+        params = SamplingParams(n=n, cache_salt=cache_salt, prompt_logprobs=0 if scores else None)
+        request = Request(str(number - 1), None, ids, params, RequestMetrics(0.0))
+        end_len = min(len(ids) + max_tokens, self.scheduler.max_model_len)
+        stops = frozenset(stop_ids)
+        request.sequences = [Sequence(request, index, 0, stops, end_len, OutputText(None)) for index in range(n)]
+        if scores:
+            request.sequences[0].scores_from = 1
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+            self.arrivals.append(sequence)
+        return request.sequences
 
     def abort(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence, "abort")
         self.ended.append(sequence)
+
+    def change_weights(self, *, recompute: bool) -> None:
+        self.scheduler.change_weights(recompute=recompute)
+        self.device.version += 1
 
     def step(self) -> StepPlan:
         oldest = self.scheduler.running[:1]
         computed = [s.num_computed for s in oldest]
         plan = self.scheduler.schedule()
         self._check_plan(plan)
-        if oldest:
+        if oldest and not self._late:
             assert oldest[0].num_computed > computed[0], "the oldest running sequence stands still"
-        sampled = self.device.run(plan)
-        num_free_blocks, lens = self.device.num_free_blocks, {r: s.num_computed for r, s in self.device.rows.items()}
-        assert self.scheduler.num_free_blocks <= num_free_blocks, "the bound of a plan in flight is above the truth"
-        self.during()
         if plan.scheduled:
-            self.scheduler.settle(num_free_blocks)
-        for row, part in sorted(plan.scheduled.items()):
-            if part.sequence.epoch == part.epoch:
-                self._take(part.sequence, sampled[row], lens[row])
+            result = self.device.run(plan)
+            assert self.ledger.num_free_blocks <= result.num_free_blocks, "the bound of a plan in flight is too high"
+            running = list(self.scheduler.running)
+            self.during()
+            self._late = any(sequence.row is None for sequence in running)
+            self._update(plan, result)
+        else:
+            self.device.change_rows(plan)
         self._check_state()
         return plan
 
@@ -123,44 +104,118 @@ class Loop:
             max_steps -= 1
             assert max_steps >= 0, "no end in sight"
             self.step()
-        self.step()  # the last releases
-        assert not self.device.rows
-        assert self.scheduler.num_free_blocks == self.device.num_usable_blocks
+        self.step()  # the last releases and drops
+        self.audit()
 
-    def _take(self, sequence: Sequence, tokens: list[int], num_computed: int) -> None:
-        sequence.num_computed = num_computed
+    def audit(self) -> None:
+        """Nothing is held but by the cache, and the host's account is the device's."""
+        assert not self.device.rows
+        assert not self.scheduler.has_changes
+        cached = self.ledger.cache.block_ids if self.ledger.cache is not None else []
+        assert self.device.retained == set(cached)
+        assert self.ledger.num_idle_blocks == len(cached)
+        assert self.ledger.num_free_blocks == len(self.device.free) == self.device.num_usable_blocks - len(cached)
+
+    # After a step, as the engine does it
+
+    def _update(self, plan: StepPlan, result: Result) -> None:
+        self.ledger.settle(result.num_free_blocks)
+        for row, part in sorted(plan.scheduled.items()):
+            sequence = part.sequence
+            if sequence.epoch != part.epoch:
+                self.ledger.discard(result.filled[row])
+                continue
+            self.ledger.advance(sequence, result.seq_lens[row])
+            for position in range(part.first_position + 1, part.first_position + part.num_tokens + 1):
+                if position == sequence.next_score:
+                    sequence.scores.append({})
+            self._take(sequence, result.sampled[row])
+            self.ledger.fill(sequence, part.first_position // self.scheduler.block_size, result.filled[row])
+            self.ledger.pass_window(sequence)
+        # What the device has given back behind windows is in its count already; what ends now is not.
+        for part in plan.scheduled.values():
+            if part.sequence.finished and part.sequence.epoch == part.epoch:
+                self.scheduler.finish(part.sequence)
+                self.ended.append(part.sequence)
+
+    def _take(self, sequence: Sequence, tokens: list[int]) -> None:
+        host_stops = self.host_stops.get(sequence, ())
         for token in tokens:
-            assert not sequence.finished, "a token after the end"
+            if sequence.finished:
+                assert sequence.output_ids[-1] in host_stops, "a token after the end"
+                break
             at_length = sequence.num_tokens + 1 >= sequence.end_len
             sequence.push(token, stopped=token in sequence.stop_ids, at_length=at_length)
-        if sequence.finished:
-            self.scheduler.finish(sequence)
-            self.ended.append(sequence)
+            if token in host_stops and not sequence.finished:
+                sequence.finish("stop")
+
+    # What has to hold
 
     def _check_plan(self, plan: StepPlan) -> None:
-        assert plan.total_new_tokens <= self.scheduler.max_num_batched_tokens
+        scheduler = self.scheduler
+        assert plan.total_new_tokens <= scheduler.max_num_batched_tokens
         assert all(part.num_tokens > 0 for part in plan.scheduled.values())
-        assert {s.row for s in self.scheduler.running} == set(plan.scheduled), "a running sequence gets nothing"
+        assert {s.row for s in scheduler.running} == set(plan.scheduled), "a running sequence gets nothing"
         assert not plan.preempted or not plan.admits
         assert plan.num_steps == 1 or all(part.num_tokens == 1 for part in plan.scheduled.values())
+        for queue in (scheduler.running, scheduler.waiting):
+            assert queue == sorted(queue, key=lambda s: s.arrival)
+        for waiting in scheduler.waiting:
+            passed = any(admission.sequence.arrival > waiting.arrival for admission in plan.admits)
+            assert not passed or self._is_held(waiting, plan), "somebody was overtaken"
+
+    def _is_held(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Whether somebody who came first, or was running, still computes a prefix that the sequence will share."""
+        admitted = {admission.sequence for admission in plan.admits}
+        size = self.scheduler.block_size
+        for part in plan.scheduled.values():
+            other = part.sequence
+            came_first = other.arrival < sequence.arrival or other not in admitted
+            if not came_first or other.weights_version != self.ledger.weights_version:
+                continue
+            if self.ledger.cache is not None and other.params.cache_salt == sequence.params.cache_salt:
+                pairs = zip(other.token_ids, sequence.token_ids[: sequence.num_reusable], strict=False)
+                common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+                if common is None:
+                    common = min(other.num_tokens, sequence.num_reusable)
+                if common // size > part.first_position // size:
+                    return True
+            shared = len(sequence.request.prompt_ids) - 1
+            is_sibling = other.request is sequence.request and shared <= sequence.num_reusable
+            if is_sibling and (other in admitted or part.first_position < shared):
+                return True
+        return False
 
     def _check_state(self) -> None:
-        scheduler = self.scheduler
-        order = [self.arrivals.index(s) for s in [*scheduler.running, *scheduler.waiting]]
-        assert order == sorted(order), "somebody was overtaken"
         assert len(set(self.ended)) == len(self.ended)
-        releasable = sum(self.device.blocks(row) for row in scheduler._releases)
-        assert scheduler.num_free_blocks <= self.device.num_free_blocks + releasable, "the bound is above the truth"
-        for sequence in scheduler.running:
+        for sequence in self.scheduler.running:
             row = self.device.rows[sequence.row]  # type: ignore[index]
             assert (row.tokens, row.num_computed) == (sequence.token_ids, sequence.num_computed)
+            assert [block is None for block in sequence.blocks] == [i == NULL_BLOCK for i in row.blocks]
+            for block, block_id in zip(sequence.blocks, row.blocks, strict=True):
+                assert block is None or block.block_id in (None, block_id), "the host takes another block for it"
+        entries = [block for s in self.scheduler.running for block in s.blocks if block is not None]
+        for block, count in collections.Counter(entries).items():
+            assert block.num_rows == count
+        cached = self.ledger.cache.block_ids if self.ledger.cache is not None else []
+        assert sorted(self.device.retained) == sorted([*cached, *self.ledger.drops])
+        truth = self.device.num_free_after(self.scheduler._releases, self.ledger.drops)
+        bound = self.ledger.num_free_blocks
+        assert bound == truth or (bound < truth and self._late), f"the bound is {bound}, the truth {truth}"
 
 
-def alone(prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """What a sequence generates if nothing comes between."""
+def alone(prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = (), index: int = 0) -> list[int]:
+    """What sample `index` generates if nothing comes between."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, index))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
+
+
+def assert_alone(sequences: list[Sequence]) -> None:
+    """Each has ended by length, with the tokens it has alone."""
+    for sequence in sequences:
+        prompt = sequence.request.prompt_ids
+        assert sequence.output_ids == alone(prompt, sequence.end_len - len(prompt), index=sequence.index)

@@ -59,7 +59,7 @@ def test_seeds(llm: LLM, prompt: list[int]) -> None:
     llm.add_request("preempted", prompt, SEEDED)
     while not (outputs := llm.step()) or len(ids(outputs[0])) < 7:
         pass
-    llm._engine.scheduler.preempt_all()
+    llm._engine.scheduler.preempt_all("weights")
     assert ids(finish(llm)["preempted"]) == expected
 
     mock_engine.pace(llm, budget=3)
@@ -99,7 +99,7 @@ def test_penalties_after_preemption(llm: LLM, preempt_at: int) -> None:
     llm.add_request("a", prompt, PENALISED)
     while not (outputs := llm.step()) or len(ids(outputs[0])) < preempt_at:
         pass
-    llm._engine.scheduler.preempt_all()
+    llm._engine.scheduler.preempt_all("weights")
     assert ids(finish(llm)["a"]) == expected
 
 
@@ -289,7 +289,7 @@ def test_prompt_logprobs_in_chunks_and_after_preemption(llm: LLM, budget: int) -
     llm.add_request("b", prompt[::-1], params)
     for _ in range(2):
         llm.step()
-    llm._engine.scheduler.preempt_all()
+    llm._engine.scheduler.preempt_all("weights")
     outputs = finish(llm)
     for request_id, tokens in (("a", prompt), ("b", prompt[::-1])):
         found = outputs[request_id].prompt_logprobs

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from host_loop import Device, Loop, alone
-
-from pagedjax.request import Sequence
+from host_device import Device
+from host_loop import Loop, alone
 
 
 def test_one_sequence() -> None:
@@ -247,7 +244,7 @@ def test_a_released_row_can_start_another_in_the_same_plan() -> None:
     assert a.finished
     plan = loop.step()
     assert plan.releases == [0]
-    assert plan.admits == [b]
+    assert [admission.sequence for admission in plan.admits] == [b]
     loop.run()
 
 
@@ -273,7 +270,7 @@ def test_preempt_all_keeps_order_and_tokens() -> None:
     for _ in range(3):
         loop.add(5)
     loop.step(), loop.step()
-    loop.scheduler.preempt_all()
+    loop.scheduler.preempt_all("weights")
     assert [s.request.request_id for s in loop.scheduler.waiting] == ["0", "1", "2"]
     loop.run()
     assert [s.output_ids for s in loop.arrivals] == [alone([i] * 5, 10) for i in (1, 2, 3)]
@@ -289,60 +286,3 @@ def test_reset_after_the_device_lost_everything() -> None:
     loop.device = Device(11, 4)
     loop.run()
     assert b.output_ids == alone([2] * 6, 10)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_schedules(seed: int) -> None:
-    """Every sequence ends once, with the tokens it has alone; as many steps as the oldest ones need are enough."""
-    rng = random.Random(seed)
-    block_size = rng.choice([1, 2, 4])
-    usable = rng.randint(3, 12)
-    loop = Loop(
-        num_blocks=usable + 1,
-        block_size=block_size,
-        max_num_seqs=rng.randint(1, 6),
-        max_num_batched_tokens=rng.randint(1, 20),
-        max_model_len=rng.randint(8, 40),
-        decode_steps=rng.choice([1, 3, 8]),
-        watermark=rng.choice([0.0, 0.01, 0.3]),
-    )
-    wanted: dict[Sequence, tuple[list[int], int, tuple[int, ...]]] = {}
-    aborted = set()
-
-    def add() -> None:
-        prompt = [rng.randrange(50) for _ in range(rng.randint(1, 30))]
-        max_tokens, stop_ids = rng.randint(1, 20), tuple(rng.sample(range(50), rng.choice([0, 2])))
-        try:
-            sequence = loop.add(prompt, max_tokens, stop_ids)
-        except ValueError:
-            end_len = min(len(prompt) + max_tokens, loop.scheduler.max_model_len)
-            too_long = len(prompt) >= loop.scheduler.max_model_len
-            assert too_long or -(-(end_len - 1) // block_size) > usable
-            return
-        wanted[sequence] = (prompt, sequence.end_len - len(prompt), stop_ids)
-
-    def abort_any() -> None:
-        unfinished = [s for s in loop.arrivals if not s.finished]
-        if unfinished and rng.random() < 0.1:
-            sequence = rng.choice(unfinished)
-            loop.abort(sequence)
-            aborted.add(sequence)
-
-    if rng.random() < 0.5:
-        loop.during = abort_any
-    for _ in range(60):
-        if rng.random() < 0.5:
-            add()
-        abort_any()
-        loop.step()
-    loop.during = lambda: None
-    # What a row took in further inner steps of a plan in flight is credited by the next result only.
-    loop.add([1], max_tokens=1)
-    loop.run(max_steps=sum(s.end_len for s in loop.arrivals if not s.finished) + 1)
-    assert sorted(map(loop.arrivals.index, loop.ended)) == list(range(len(loop.arrivals)))
-    for sequence, (prompt, max_tokens, stop_ids) in wanted.items():
-        expected = alone(prompt, max_tokens, stop_ids)
-        if sequence in aborted:
-            assert sequence.output_ids == expected[: len(sequence.output_ids)]
-        else:
-            assert sequence.output_ids == expected
