@@ -1,13 +1,29 @@
-"""Fixtures that several tests share."""
+"""Fixtures that several tests share, and the place where compiled programs are kept for one run of the tests."""
 
 from __future__ import annotations
 
+import os
 import pathlib
+import tempfile
 
+import jax
 import pytest
 
 from pagedjax import LLM
 from pagedjax.loaders import hub
+
+CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
+CACHE_LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What one process has compiled, the others find, and the scripts that tests start; gone after the run."""
+    if CACHE_DIR not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="pagedjax-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ |= {CACHE_DIR: folder.name, CACHE_LEAST_SECONDS: "0.2"}
+    jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_DIR])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ.get(CACHE_LEAST_SECONDS, 1)))
 
 
 @pytest.fixture(scope="session")
