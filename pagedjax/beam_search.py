@@ -1,7 +1,7 @@
 """Beam search over one prompt, on the host: which continuations live on, which have ended, and when to stop.
 
 The rules are those of transformers' `generate(num_beams=..., length_penalty=..., early_stopping=...)`: of the best
-`(1 + number of end tokens) * width` continuations of all beams those that end within the first `width` become
+`max(2, 1 + number of end tokens) * width` continuations of all beams those that end within the first `width` become
 hypotheses, ranked by logprob / length ** length_penalty, and the best `width` others go on.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,9 +23,10 @@ class BeamSearchParams:
     """How to search.
 
     Attributes:
-        width: beams, and completions returned.
-        max_tokens: generated tokens of a completion, at most.
-        length_penalty: completions are ranked by logprob / length ** length_penalty; above 0 favours long ones.
+        width: beams, and completions returned; at least 1.
+        max_tokens: generated tokens of a completion, at most; at least 1.
+        length_penalty: completions are ranked by logprob / length ** length_penalty, so above 0 long ones are favoured;
+            any finite number.
         early_stopping: True stops once `width` completions have ended; False when no beam of the present length could
             enter them; "never" when none could at any length.
 
@@ -42,9 +44,10 @@ class BeamSearchParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; give an integer of at least 1")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping is {self.early_stopping!r}; give True, False or 'never'")
-        if not abs(float(self.length_penalty)) < float("inf"):
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not math.isfinite(penalty):
             raise ValueError(f"length_penalty is {self.length_penalty!r}; give a finite number")
 
     def num_candidates(self, num_end_ids: int) -> int:
@@ -90,7 +93,6 @@ class BeamSearch:
     def reset(self) -> None:
         """Starts anew from the prompt."""
         self.beams = [Beam()]  # the live ones, most likely first
-        self.done = False
         self._ended: list[tuple[float, Beam]] = []  # score, completion; the best first, at most `width`
 
     @property
@@ -123,8 +125,7 @@ class BeamSearch:
                 self._ended.append((self._score(beam.logprob, length), beam))
         self._ended = sorted(self._ended, key=lambda ended: -ended[0])[: self.params.width]
         live = live[: self.params.width]
-        self.done = not live or not self._can_improve(live[0][1].logprob, length)
-        if self.done:
+        if not live or not self._can_improve(live[0][1].logprob, length):
             return []
         self.beams = [beam for _, beam in live]
         return [parent for parent, _ in live]

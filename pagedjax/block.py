@@ -1,4 +1,4 @@
-"""A block of the pool as the host knows it: who holds it, never where it lies.
+"""A block of the pool as the host knows it: who holds it and what; where it lies only once it is full.
 
 The device owns ids and counts. The host keeps one `Block` for each block that rows or the prefix cache hold, so that it
 can tell which blocks a release gives back and whether an append will copy; it learns an id only once a block is full.

@@ -89,17 +89,17 @@ class BlockLedger:
         The first child of a parent keeps a last block that is not full, the others copy it.
         """
         num_tokens = sequences[parents[0]].num_computed
-        lines: list[tuple[list[Block | None], list[BlockKey]]] = []
+        lines: list[tuple[list[Block | None], list[BlockKey], int]] = []
         for place, parent in enumerate(parents):
             shares_tail = parent in parents[:place]
             blocks = sequences[parent].blocks[: num_tokens // self.block_size if shares_tail else None]
-            lines.append((blocks, list(sequences[parent].keys)))
-        for blocks, _ in lines:
+            lines.append((blocks, list(sequences[parent].keys), sequences[parent].keys_version))
+        for blocks, _, _ in lines:
             self._hold(blocks)
-        for sequence, (blocks, keys) in zip(sequences, lines, strict=True):
+        for sequence, (blocks, keys, version) in zip(sequences, lines, strict=True):
             self._budget.credit(sum(self._let_go(block) for block in sequence.blocks if block is not None))
             sequence.blocks, sequence.num_computed = blocks, num_tokens
-            sequence.keys, sequence.keys_version = keys, self.weights_version
+            sequence.keys, sequence.keys_version = keys, version
 
     def release(self, sequence: Sequence) -> None:
         """Gives back what a sequence holds, the last block first.
@@ -182,8 +182,8 @@ class BlockLedger:
         keys, size = sequence.keys, self.block_size
         if len(keys) < min(num_blocks, sequence.num_tokens // size):
             tokens = sequence.token_ids
+            root = BlockKey.root(self.weights_version, sequence.params.cache_salt)
             for index in range(len(keys), min(num_blocks, len(tokens) // size)):
-                root = BlockKey.root(self.weights_version, sequence.params.cache_salt)
                 parent = keys[-1].digest if keys else root
                 keys.append(BlockKey.after(parent, tokens[index * size : (index + 1) * size]))
         return keys[:num_blocks]

@@ -10,15 +10,14 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from pagedjax import block_table, row_sampling
 from pagedjax.beam_search import BeamSearch, BeamSearchParams
-from pagedjax.events import RECENT_PREEMPTIONS, Event, EventName, Preemption, RecentTimes
+from pagedjax.observer import Observer
 from pagedjax.outputs import FinishReason, RequestMetrics, RequestOutput
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, STOPPED, Scheduled, StepPlan, StepResult
 from pagedjax.request import Request, Sequence
@@ -41,7 +40,7 @@ class Engine:
         end_ids: the model's end tokens.
         seed: what seeds are derived from for requests that give none.
         defragment_above: see `EngineConfig`.
-        on_event: called with each Event; what it raises is logged.
+        observer: is told what happens to requests.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Engine:
         end_ids: Iterable[int],
         seed: int = 0,
         defragment_above: float | None = None,
-        on_event: Callable[[Event], None] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.vocab_size, self.end_ids, self.seed = vocab_size, frozenset(end_ids), seed
@@ -62,9 +61,8 @@ class Engine:
         self.num_steps = 0
         self.num_generated_tokens = 0
         self.num_proposed_tokens = self.num_accepted_tokens = 0
-        self.times = RecentTimes()
-        self.preemptions: deque[Preemption] = deque(maxlen=RECENT_PREEMPTIONS)  # the last ones
-        self._defragment_above, self._on_event = defragment_above, on_event
+        self.observer = observer or Observer()
+        self._defragment_above = defragment_above
         self._failures = 0  # steps that failed in a row
         self._num_added = 0
         self._ended: list[RequestOutput] = []
@@ -166,10 +164,13 @@ class Engine:
         The requests that run go on as if nothing had happened.
         """
         try:
-            moves = self.runner.defragment()
+            return self._defragment()
         except BaseException as error:
             self._recover(error)
             raise
+
+    def _defragment(self) -> int:
+        moves = self.runner.defragment()
         self.scheduler.ledger.move(moves, self.scheduler.running)
         return len(moves)
 
@@ -203,7 +204,9 @@ class Engine:
             return outputs
         try:
             plan = self.scheduler.schedule()
-            self._tell_of_plan(plan)
+            self.observer.preempted(self.scheduler.take_preemptions(), self.requests)
+            for admission in plan.admits:
+                self.observer.started(admission)
             if plan.scheduled:
                 result = self.runner.run(plan)
                 if not result.ok:
@@ -251,7 +254,7 @@ class Engine:
     def _register(self, request: Request) -> Request:
         self._num_added += 1
         self.requests[request.request_id] = request
-        self._tell("added", request, num_tokens=len(request.prompt_ids))
+        self.observer.added(request)
         return request
 
     def _check_id(self, request_id: str) -> None:
@@ -302,13 +305,12 @@ class Engine:
         ledger.settle(result.num_free_blocks)
         self.num_proposed_tokens += result.num_proposed_tokens
         self.num_accepted_tokens += result.num_accepted_tokens
-        now = time.monotonic()
         touched: dict[Request, None] = {}
         candidates: dict[Request, dict[int, list[tuple[int, float]]]] = {}  # of each beam of a search
         filled = iter(result.filled.tolist())  # in row order, as the tokens are
         start = 0  # of the row's tokens among the step's packed ones
         for row, part in sorted(plan.scheduled.items()):
-            sequence, metrics = part.sequence, part.sequence.request.metrics
+            sequence = part.sequence
             seq_len = int(result.seq_lens[row])
             if seq_len < part.first_position + part.num_tokens:
                 raise RuntimeError(f"row {row} did not advance: the device holds its sequence for ended")
@@ -321,9 +323,7 @@ class Engine:
                     if result.tokens[0, row] != NO_TOKEN:
                         candidates.setdefault(sequence.request, {})[sequence.index] = _candidates(result, row)
                 elif self._take_tokens(row, sequence, result):
-                    if metrics.first_token_time is None:
-                        metrics.first_token_time = now
-                        self._tell("first_token", sequence.request, sequence.index)
+                    self.observer.drew(sequence.request, sequence.index)
                     touched[sequence.request] = None
                 ledger.fill(sequence, first_block, block_ids)
                 ledger.pass_window(sequence)
@@ -342,7 +342,7 @@ class Engine:
     def _advance_beams(self, request: Request, candidates: dict[int, list[tuple[int, float]]]) -> None:
         beams = request.beams
         assert beams is not None
-        request.metrics.first_token_time = request.metrics.first_token_time or time.monotonic()
+        self.observer.drew(request, 0)
         parents = beams.advance([candidates[index] for index in range(len(beams.beams))])
         if parents:
             request.take_beams()
@@ -374,50 +374,21 @@ class Engine:
         """Stores the wanted logprobs of known tokens that follow the ones just computed, each once, in order."""
         sequence = part.sequence
         num_top = sequence.params.prompt_logprobs
-        if num_top is None or sequence.next_score is None:
+        wanted = sequence.next_score
+        if num_top is None or wanted is None:
             return
         given = sequence.given_ids
         for offset in range(part.num_tokens):
             position = part.first_position + offset + 1
-            if position == sequence.next_score:
+            if wanted <= position < len(given):
                 entry = _logprob_entry(result.prompt_logprobs, (start + offset,), given[position], num_top)
                 sequence.scores.append(entry)
 
     def _close(self, request: Request) -> RequestOutput:
         if request.finished:
             del self.requests[request.request_id]
-            self._record_end(request)
+            self.observer.finished(request)
         return request.output()
-
-    def _record_end(self, request: Request) -> None:
-        request.metrics.finished_time = time.monotonic()
-        lengths = [len(sequence.output_ids) for sequence in request.sequences]
-        self.times.add(request.metrics, max(lengths))
-        self._tell("finished", request, num_tokens=sum(lengths), reason=request.sequences[0].finish_reason)
-
-    def _tell_of_plan(self, plan: StepPlan) -> None:
-        for preemption in self.scheduler.preemptions:
-            self.preemptions.append(preemption)
-            request = self.requests.get(preemption.request_id)
-            if request is not None:
-                self._tell("preempted", request, preemption.index, preemption.num_tokens, preemption.reason)
-        self.scheduler.preemptions.clear()
-        for admission in plan.admits:
-            request = admission.sequence.request
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = time.monotonic()
-            if request.beams is None or not admission.sequence.output_ids:  # beams change places all the time
-                self._tell("started", request, admission.sequence.index, admission.num_tokens)
-
-    def _tell(
-        self, name: EventName, request: Request, index: int = 0, num_tokens: int = 0, reason: str | None = None
-    ) -> None:
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(Event(name, request.request_id, time.monotonic(), index, num_tokens, reason))
-        except Exception:
-            logger.exception("on_event failed at %r of request %r", name, request.request_id)
 
     def _flush(self, outputs: Iterable[RequestOutput] = ()) -> None:
         """Gives back the blocks of the last rows, and what has left the cache, for which no further step would come;
@@ -428,12 +399,12 @@ class Engine:
         try:
             if self.scheduler.has_changes:
                 self.runner.change_rows(self.scheduler.schedule())
+            if self._defragment_above is not None and self.scheduler.ledger.fragmentation > self._defragment_above:
+                self._defragment()
         except BaseException as error:
             self._ended = [*outputs, *self._ended]
             self._recover(error)
             raise
-        if self._defragment_above is not None and self.scheduler.ledger.fragmentation > self._defragment_above:
-            self.defragment()
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step: fresh device state, and every running request starts over from its tokens.
@@ -446,6 +417,7 @@ class Engine:
             self.scheduler.finish(sequence)
         if self._failures > 1:
             for request in dict.fromkeys(sequence.request for sequence in self.scheduler.running):
+                logger.error("request %r ends with an error", request.request_id, exc_info=error)
                 self._end(request, "error")
             self._failures = 0
         self._ended += [self._close(request) for request in list(self.requests.values()) if request.finished]
@@ -458,7 +430,7 @@ class Engine:
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.finish(sequence, reason)
-        self._record_end(request)
+        self.observer.finished(request)
         self._ended.append(request.output())
 
 

@@ -26,11 +26,12 @@ class EngineConfig:
         kv_cache_dtype: "auto" (the parameters'), "float32", "bfloat16" or "float16"; or "int8" or "fp8"
             (float8_e4m3fn): quantised, with a float32 scale a token and head.
         max_num_seqs: batch rows: sequences that run at once.
-        max_num_batched_tokens: tokens a step, prefill chunks and decode rows together.
-        decode_steps: most tokens a row may generate in one program before the host looks.
+        max_num_batched_tokens: tokens a step, prefill chunks, decode rows and proposals together.
+        decode_steps: most inner steps of one program, before the host looks; each gives a row one token, or with
+            proposals up to 1 + num_speculative_tokens.
         num_speculative_tokens: most tokens that a row proposes from its own history in each inner step, to be verified
             together with the next one (`pagedjax.speculation`); 0 is off. Outputs are the same, and where text repeats
-            itself they come in fewer steps. Steps that compute a prompt do not speculate.
+            itself they come in fewer steps. Steps in which anyone computes a prompt or searches with beams do without.
         watermark: share of the blocks kept free when a sequence is admitted beside running ones.
         enable_prefix_caching: keep the K/V of full blocks, as long as there is room, for requests that begin alike.
         defragment_above: when the engine becomes idle, and of the blocks up to the last cached one more than this share

@@ -26,6 +26,7 @@ from pagedjax.engine_config import EngineConfig
 from pagedjax.events import Event
 from pagedjax.loaders import load_checkpoint, load_tokenizer
 from pagedjax.memory import kv_block_bytes, kv_pool_dtype, num_pool_blocks
+from pagedjax.observer import Observer
 from pagedjax.outbox import Outbox
 from pagedjax.outputs import RequestOutput, Score
 from pagedjax.params import param_dtype, place_params
@@ -52,7 +53,8 @@ class LLM:
         tokenizer: `pagedjax.text.Tokenizer`, a transformers tokenizer, or anything with `encode` and `decode`; None
             works with token ids only.
         end_ids: tokens that end a generation, beside the tokenizer's.
-        on_event: called with each `pagedjax.events.Event`, from within `step`; what it raises is logged and ignored.
+        on_event: called with each `pagedjax.events.Event`, from within the call that makes it happen; what it raises is
+            logged and ignored.
         **options: see `pagedjax.engine_config.EngineConfig`.
 
     Raises:
@@ -109,7 +111,7 @@ class LLM:
             end_ids={*end_ids, *eos_ids},
             seed=config.seed,
             defragment_above=config.defragment_above,
-            on_event=on_event,
+            observer=Observer(on_event),
         )
         self._outbox = Outbox(self._engine)
         self._ids = itertools.count()
@@ -239,7 +241,7 @@ class LLM:
 
         Returns:
             One RequestOutput a prompt, with `width` outputs, the best first by cumulative_logprob / length **
-            length_penalty (the end token counts).
+            length_penalty (the end token counts). Their logprobs have each token's own alone.
 
         Raises:
             ValueError: a prompt cannot be served (its index is named); then nothing has been started.
@@ -270,6 +272,7 @@ class LLM:
 
         Raises:
             ValueError: something cannot be scored; the message says what to change.
+            RuntimeError: a step failed twice while it was scored.
         """
         text, ids = parse_prompt(prompt, self.tokenizer)
         request_id = self._new_id("score")
@@ -406,7 +409,11 @@ class LLM:
         return self._engine.kv_of(request_id, index)
 
     def audit(self) -> None:
-        """Checks that the idle engine holds no blocks; raises RuntimeError with what leaked."""
+        """Checks that the idle engine holds nothing but cached blocks.
+
+        Raises:
+            RuntimeError: it is not idle, or something leaked.
+        """
         self._engine.audit()
 
     # Private

@@ -17,7 +17,7 @@ class CompletionOutput:
     """One sample of a request.
 
     Attributes:
-        index: which of the `n` samples.
+        index: which of the `n` samples, or the rank among a search's completions.
         text: the text so far; of a finished sample all of it, cut at a stop string.
         token_ids: every token that was generated, the end token included.
         logprobs: per token, from the raw logits (before penalties, bias, temperature and cuts), or None.

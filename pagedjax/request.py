@@ -1,8 +1,8 @@
 """A request and its sequences on the host: what was asked, what has been computed, how it ended.
 
-A request with `n` samples has n sequences, and one that scores continuations has one for each; they begin with the same
-prompt. The scheduler knows sequences only. A sequence is one notion for prefill and
-decode: `num_computed` tokens have K/V in the pool and catch up with `num_tokens`, the tokens that are known.
+A request with `n` samples has n sequences, one that scores has one for each continuation, a beam search one for each
+beam; all begin with the prompt. A sequence is one notion for prefill and decode: `num_computed` tokens have K/V in the
+pool and catch up with `num_tokens`, the tokens that are known.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute K/V of, but for one yet to be drawn. Of a continuation's last token nobody needs it."""
+        """Known tokens: the prompt, a continuation but for its last token, which nothing follows, and the output."""
         return len(self.request.prompt_ids) + max(len(self.continuation) - 1, 0) + len(self.output_ids)
 
     @property

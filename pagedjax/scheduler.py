@@ -19,6 +19,7 @@ import dataclasses
 import math
 from bisect import insort
 
+from pagedjax.beam_reserve import BeamReserve
 from pagedjax.block import Block, BlockKey
 from pagedjax.block_ledger import BlockLedger
 from pagedjax.events import Preemption, PreemptionReason
@@ -71,7 +72,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.preemptions: list[Preemption] = []  # not yet fetched by the engine
+        self._preemptions: list[Preemption] = []  # not yet taken
         self.least_available_blocks = self.num_usable_blocks  # since the start, as the host knew it
         self.num_prompt_tokens = 0  # of the sequences started, each the first time
         self.num_cached_tokens = 0  # of those, found in the prefix cache
@@ -81,6 +82,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._releases: list[int] = []  # rows given up since the last plan
+        self._beams = BeamReserve(self.ledger)
         self._forks: dict[Request, list[int]] = {}  # beams that change places in the next plan
 
     @property
@@ -122,20 +124,8 @@ class Scheduler:
 
     def add_beams(self, request: Request) -> None:
         """Queues a beam search; raises ValueError if it can never fit."""
-        leader, width = request.sequences[0], len(request.sequences)
-        if width > self.max_running:
-            raise ValueError(
-                f"a beam search of width {width} needs as many rows, and {self.max_running} can run at once; raise "
-                "max_num_seqs and max_num_batched_tokens, or lower the width"
-            )
-        needed = self._most_blocks(request)
-        if needed > self.num_usable_blocks:
-            raise ValueError(
-                f"{len(request.prompt_ids)} prompt tokens and {width} beams up to {leader.end_len} tokens need up to "
-                f"{needed} blocks of {self.block_size} tokens, and the pool has {self.num_usable_blocks} usable ones; "
-                "raise num_blocks or kv_cache_memory_bytes, or lower max_tokens or the width"
-            )
-        self.add(leader)
+        self._beams.check_fits(request, self.max_running)
+        self.add(request.sequences[0])
 
     def fork(self, request: Request, parents: list[int]) -> None:
         """Beam i of a search goes on from where beam `parents[i]` is, with the tokens it has now."""
@@ -159,11 +149,11 @@ class Scheduler:
 
     def preempt_all(self, reason: PreemptionReason) -> None:
         """Sends every running sequence back into the queue."""
-        searches = self._searches
+        searches = list(self._beams.running)
         for sequence in self.running:
             self._log_preemption(sequence, reason)
             self._release(sequence)
-            if sequence.request not in searches:
+            if sequence.request.beams is None:
                 insort(self.waiting, sequence, key=_arrival)
         for request in searches:
             request.restart_beams()
@@ -188,6 +178,11 @@ class Scheduler:
         self.preempt_all("failure")
         self._releases.clear()
         self.ledger.reset()
+
+    def take_preemptions(self) -> list[Preemption]:
+        """Those since the last time, for whatever reason."""
+        preemptions, self._preemptions = self._preemptions, []
+        return preemptions
 
     def schedule(self) -> StepPlan:
         """Makes the next plan.
@@ -253,7 +248,7 @@ class Scheduler:
         while self.waiting and budget > 0:
             sequence = self.waiting[0]
             num_rows = 1 if sequence.request.beams is None else len(sequence.request.sequences)
-            if len(self.running) + self._num_beams_to_come + num_rows > self.max_running:
+            if len(self.running) + self._beams.num_rows + num_rows > self.max_running:
                 break
             start = self._start(sequence, plan, coming)
             if start is None:
@@ -302,13 +297,17 @@ class Scheduler:
         num_shared = start.num_tokens // self.block_size
         woken = sum(block is not None and block.num_rows == 0 for block in start.blocks[:num_shared])
         beams = sequence.request.beams
-        most = self.ledger.num_blocks(sequence.num_tokens) if beams is None else self._most_blocks(sequence.request)
+        most = (
+            self.ledger.num_blocks(sequence.num_tokens) if beams is None else self._beams.most_blocks(sequence.request)
+        )
         return most - num_shared + woken
 
     def _start_row(self, sequence: Sequence, start: _Start, plan: StepPlan) -> int:
         sequence.row = row = self._free_rows.pop()
         sequence.weights_version = self.ledger.weights_version
         insort(self.running, sequence, key=_arrival)
+        if sequence.request.beams is not None:
+            self._beams.running[sequence.request] = None
         ids = [] if start.parent is not None else [block.block_id for block in start.blocks if block is not None]
         plan.admits.append(Admission(sequence, start.num_tokens, tuple(i for i in ids if i is not None), start.parent))
         self.ledger.share(sequence, start.blocks, start.num_tokens)
@@ -353,29 +352,9 @@ class Scheduler:
     # Beam searches
 
     @property
-    def _searches(self) -> dict[Request, None]:
-        """The beam searches that run."""
-        return {s.request: None for s in self.running if s.request.beams is not None}
-
-    def _most_blocks(self, request: Request) -> int:
-        """Blocks that a beam search may hold at once: the prompt's full ones, and all others once a beam."""
-        num_full = len(request.prompt_ids) // self.block_size
-        num_own = self.ledger.num_blocks(request.sequences[0].end_len - 1) - num_full
-        return num_full + num_own * len(request.sequences)
-
-    @property
     def _num_available_blocks(self) -> int:
         """Blocks that can be had without those set aside for beam searches."""
-        set_aside = 0
-        for request in self._searches:
-            held = {block for sequence in request.sequences for block in sequence.blocks}
-            set_aside += max(self._most_blocks(request) - len(held), 0)
-        return self.ledger.num_available_blocks - set_aside
-
-    @property
-    def _num_beams_to_come(self) -> int:
-        """Rows set aside for beam searches that have not forked yet."""
-        return sum(sequence.row is None for request in self._searches for sequence in request.sequences)
+        return self.ledger.num_available_blocks - self._beams.num_blocks
 
     def _fork_beams(self, plan: StepPlan) -> None:
         for request, parents in self._forks.items():
@@ -410,7 +389,7 @@ class Scheduler:
 
     def _log_preemption(self, sequence: Sequence, reason: PreemptionReason) -> None:
         preemption = Preemption(sequence.request.request_id, sequence.index, sequence.num_computed, reason)
-        self.preemptions.append(preemption)
+        self._preemptions.append(preemption)
 
     def _release(self, sequence: Sequence) -> None:
         """The one way out of a row: finish, abort, preemption and errors all come here."""
@@ -420,6 +399,8 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = None
         sequence.epoch += 1
+        if all(other.row is None for other in sequence.request.sequences):
+            self._beams.running.pop(sequence.request, None)
 
 
 @dataclasses.dataclass(frozen=True)

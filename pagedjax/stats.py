@@ -71,9 +71,10 @@ class Stats:
     def of(cls, engine: Engine) -> Stats:
         scheduler, runner, ledger = engine.scheduler, engine.runner, engine.scheduler.ledger
         used = {block for sequence in scheduler.running for block in sequence.blocks if block is not None}
-        num_tokens = sum(sequence.num_computed for sequence in scheduler.running)
-        num_empty = sum(-sequence.num_computed % scheduler.block_size for sequence in scheduler.running)
-        num_slots = max(len(used), 1) * scheduler.block_size
+        size = scheduler.block_size
+        num_tokens = sum(s.num_computed - size * s.blocks.count(None) for s in scheduler.running)
+        num_empty = sum(-s.num_computed % size for s in scheduler.running)
+        num_slots = max(len(used), 1) * size
         return cls(
             kv_usage=1.0 - ledger.num_available_blocks / scheduler.num_usable_blocks,
             peak_kv_usage=1.0 - scheduler.least_available_blocks / scheduler.num_usable_blocks,
@@ -87,10 +88,10 @@ class Stats:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,
-            preemptions=tuple(engine.preemptions),
-            queue_time=Times.of(engine.times.queue),
-            time_to_first_token=Times.of(engine.times.first_token),
-            inter_token_time=Times.of(engine.times.inter_token),
+            preemptions=tuple(engine.observer.preemptions),
+            queue_time=Times.of(engine.observer.times.queue),
+            time_to_first_token=Times.of(engine.observer.times.first_token),
+            inter_token_time=Times.of(engine.observer.times.inter_token),
             num_steps=engine.num_steps,
             num_generated_tokens=engine.num_generated_tokens,
             num_proposed_tokens=engine.num_proposed_tokens,

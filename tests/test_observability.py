@@ -27,7 +27,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[Event]:
     seen: list[Event] = []
-    monkeypatch.setattr(llm._engine, "_on_event", seen.append)
+    monkeypatch.setattr(llm._engine.observer, "on_event", seen.append)
     return seen
 
 
@@ -80,7 +80,7 @@ def test_a_callback_that_fails_harms_nobody(
     def fail(event: Event) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(llm._engine, "_on_event", fail)
+    monkeypatch.setattr(llm._engine.observer, "on_event", fail)
     with caplog.at_level(logging.ERROR):
         check(llm, {"a": mock_engine.generate(llm, [1, 2], GREEDY)[0]}, {"a": [1, 2]}, GREEDY)
     assert "on_event failed at 'added'" in caplog.text
@@ -114,8 +114,8 @@ def test_times(llm: LLM) -> None:
     m = outputs[-1].metrics
     assert m.first_token_time is not None
     assert m.finished_time is not None
-    assert (m.finished_time - m.first_token_time) / 11 in llm._engine.times.inter_token
-    assert m.first_token_time - m.arrival_time in llm._engine.times.first_token
+    assert (m.finished_time - m.first_token_time) / 11 in llm._engine.observer.times.inter_token
+    assert m.first_token_time - m.arrival_time in llm._engine.observer.times.first_token
 
 
 def test_exported_kv_is_what_was_written(llm: LLM) -> None:
