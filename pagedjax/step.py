@@ -153,7 +153,8 @@ def step(
             prompt = _prompt_logprobs(model, hidden, rows, batch, prompt, num_vocab_tokens)
             ready = (counts > 0) & (table.seq_lens == rows.num_tokens)
             slots = last_places(batch, ready, rows.num_tokens, index)
-        token_ids, finish, logprobs = _draw(model, hidden, rows, slots, num_vocab_tokens)
+        head_rows = min(num_tokens, num_rows) if batch_invariant else slots.rows.shape[0]
+        token_ids, finish, logprobs = _draw(model, hidden, rows, slots, num_vocab_tokens, head_rows)
         if max_proposals:
             slots = keep(slots, token_ids, finish == RUNNING, rows, batch)
         rows = _advance(rows, slots, token_ids, finish)
@@ -213,12 +214,12 @@ def _no_logprobs(*shape: int) -> TokenLogprobs:
 
 
 def _draw(
-    model: Any, hidden: jax.Array, rows: RowState, slots: SampleSlots, num_vocab_tokens: int
+    model: Any, hidden: jax.Array, rows: RowState, slots: SampleSlots, num_vocab_tokens: int, head_rows: int
 ) -> tuple[jax.Array, jax.Array, TokenLogprobs]:
     """Token ids i32[S]; i32[S], whether each would end its row; and logprobs [S]."""
     num_rows = rows.num_tokens.shape[0]
     row = jnp.minimum(slots.rows, num_rows - 1)
-    logits = model.logits(hidden[slots.places])  # [S, V]
+    logits = _logits(model, hidden[slots.places], head_rows)  # [S, V]
     sampling = rows.sampling.gather(row).keep(slots.rows < num_rows)  # surplus slots ask for nothing
     token_ids = sample(
         logits,
@@ -236,6 +237,16 @@ def _draw(
     at_end = slots.positions + 1 >= rows.end_len[row]
     finish = jnp.where(is_stop, STOPPED, jnp.where(at_end, AT_LENGTH, RUNNING)).astype(jnp.int32)
     return token_ids, finish, logprobs
+
+
+def _logits(model: Any, hidden: jax.Array, head_rows: int) -> jax.Array:
+    """[S, V]; a matrix product has at most `head_rows` rows, so that it can have the same shape in every step."""
+    num_slots, size = hidden.shape
+    if num_slots <= head_rows:
+        return model.logits(hidden)
+    tiles = jnp.pad(hidden, ((0, -num_slots % head_rows), (0, 0))).reshape(-1, head_rows, size)
+    logits = jax.lax.map(model.logits, tiles)
+    return logits.reshape(-1, logits.shape[-1])[:num_slots]
 
 
 def _advance(rows: RowState, slots: SampleSlots, token_ids: jax.Array, finish: jax.Array) -> RowState:

@@ -130,7 +130,6 @@ def test_abstract_parameters_are_refused() -> None:
         ({"kv_cache_memory_bytes": 10}, "raise kv_cache_memory_bytes"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not one of"),
         ({"attention": "cuda"}, "attention='cuda' is not one of"),
-        ({"enable_prefix_caching": True}, "the prefix cache is not available yet"),
         ({"num_speculative_tokens": 8, "max_num_batched_tokens": 8}, "do not fit a step of max_num_batched_tokens=8"),
         ({"watermark": 1.0}, "watermark=1.0 is not in"),
         ({"memory_utilization": 0.0}, "memory_utilization=0.0 is not in"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,40 +18,14 @@ import test_engine_fuzz
 from flax import nnx
 from mock_engine import finish, generate, ids
 from mock_model import VOCAB, Oracle
+from paired_model import PairedDecoder, paired_logits
 
 from pagedjax import LLM, Decoder, ModelConfig, SamplingParams
-from pagedjax.batch import Batch
 from pagedjax.plan import NO_TOKEN, RUNNING, StepPlan, StepResult
 from pagedjax.row_state import RowState
 from pagedjax.speculation import NGRAM, accept, propose
-from pallas_kernels import KVPages
-
-# Dimensions: T token places, N tokens of one sequence, V token ids.
 
 PROPOSALS = 3
-BONUS = 5.0  # the logits are below 4 without it, so that the partner often wins and often does not
-
-
-class PairedDecoder(mock_model.MockDecoder):
-    """The mock, which favours a token's partner: 2 after 3 and 3 after 2."""
-
-    def paged(
-        self, tokens: jax.Array, kv_pages: KVPages, batch: Batch, *, implementation: str | None = None
-    ) -> tuple[jax.Array, KVPages]:
-        bits, kv_pages = super().paged(tokens, kv_pages, batch, implementation=implementation)
-        return jnp.concatenate([bits, tokens[:, None].astype(bits.dtype)], axis=1), kv_pages
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        partner = hidden[..., -1:].astype(jnp.int32) ^ 1
-        return super().logits(hidden[..., :-1]) + BONUS * (jnp.arange(mock_model.PADDED) == partner)
-
-
-_raw_logits = mock_model.raw_logits
-
-
-def paired_logits(tokens: Sequence[int], *salts: Any) -> np.ndarray:
-    """f64[N, V], of `PairedDecoder`."""
-    return _raw_logits(tokens, *salts) + BONUS * np.eye(VOCAB)[np.asarray(tokens) ^ 1]
 
 
 @functools.cache
@@ -216,17 +190,16 @@ def test_samples_of_one_prompt(llm: LLM, watch: Watch) -> None:
 
 @pytest.mark.slow
 def test_a_sliding_window() -> None:
-    """Blocks behind the window go back after rejected tokens have: a small decoder, with and without proposals."""
+    """A small decoder with and without proposals: every bit of the logprobs is the same, with `batch_invariant`."""
     config = ModelConfig("llama", 48, 16, 16, 2, 2, 1, 8, 128, sliding_windows=(6, 9))
-    model = Decoder(config, rngs=nnx.Rngs(1))
     options = mock_engine.OPTIONS | {"max_model_len": 96, "num_blocks": 40, "max_num_seqs": 2}
+    llm = LLM(Decoder(config, rngs=nnx.Rngs(1)), num_speculative_tokens=2, **options)
     prompts = [[7, 7, 7, 3] * 3, [1, 2, 3]]
-    params = SamplingParams(temperature=0.0, max_tokens=60, repetition_penalty=1.05)
-    llm = LLM(model, num_speculative_tokens=2, **options)
-    found = [ids(output) for output in generate(llm, prompts, params)]
+    params = SamplingParams(temperature=0.0, max_tokens=60, repetition_penalty=1.05, logprobs=1)
+    found = [output.outputs for output in generate(llm, prompts, params)]
     assert llm.stats().num_accepted_tokens > 10
     llm._engine.scheduler.num_speculative_tokens = 0
-    assert [ids(output) for output in generate(llm, prompts, params)] == found
+    assert [output.outputs for output in generate(llm, prompts, params)] == found
     llm.audit()
 
 
@@ -292,9 +265,12 @@ def test_accept() -> None:
 def test_smollm2_repeats_a_text(smollm2: LLM, smollm2_path: Any) -> None:
     """Greedy tokens are those of plain decoding, in far fewer steps; each with the margin that two shapes leave."""
     text = (
-        "The quick brown fox jumps over the lazy dog near the river bank, and the cat sleeps in the warm sun all day."
+        "The harbour of the old town lies behind two breakwaters. In winter the fishing boats stay in port, and their "
+        "crews mend nets in the sheds along the quay. In summer the ferries bring visitors, who eat grilled fish and "
+        "watch the boats come in."
     )
-    message = [{"role": "user", "content": f"Repeat this text three times, word by word: {text}"}]
+    content = f"Repeat the following text exactly, word by word, and nothing else.\n\n{text}"
+    message = [{"role": "user", "content": content}]
     params = SamplingParams(temperature=0.0, max_tokens=96, logprobs=2)
     (plain,) = smollm2.chat(message, params)
     llm = LLM.load(
@@ -307,5 +283,5 @@ def test_smollm2_repeats_a_text(smollm2: LLM, smollm2_path: Any) -> None:
         if token != wanted:
             assert first - second < 1e-3
             break
-    assert llm.stats().num_accepted_tokens > 40
+    assert llm.stats().num_accepted_tokens > len(ids(found)) / 2
     llm.audit()
