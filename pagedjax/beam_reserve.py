@@ -27,7 +27,7 @@ class BeamReserve:
         total = 0
         for request in self.running:
             held = {block for sequence in request.sequences for block in sequence.blocks}
-            total += max(self.most_blocks(request) - len(held), 0)
+            total += max(self.most_blocks(request) - len(held - {None}), 0)
         return total
 
     @property

@@ -17,6 +17,8 @@ from pagedjax.sampling_params import MAX_LOGPROBS
 
 EarlyStopping = bool | Literal["never"]
 
+LARGEST_LOG = 690.0  # exp of it is a float
+
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearchParams:
@@ -88,6 +90,11 @@ class BeamSearch:
     def __init__(self, params: BeamSearchParams, end_ids: frozenset[int]) -> None:
         self.params, self.end_ids = params, end_ids
         self.num_candidates = params.num_candidates(len(end_ids))
+        if abs(params.length_penalty) * math.log(params.max_tokens) > LARGEST_LOG:
+            raise ValueError(
+                f"length_penalty {params.length_penalty} is too large for {params.max_tokens} tokens: scores overflow; "
+                "use one nearer 0"
+            )
         self.reset()
 
     def reset(self) -> None:

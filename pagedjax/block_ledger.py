@@ -188,6 +188,12 @@ class BlockLedger:
                 keys.append(BlockKey.after(parent, tokens[index * size : (index + 1) * size]))
         return keys[:num_blocks]
 
+    def key(self, sequence: Sequence, index: int) -> BlockKey:
+        """Key of a sequence's full block number `index` under the present weights."""
+        if sequence.keys_version != self.weights_version or index >= len(sequence.keys):
+            self.keys(sequence, 2 * index + 1)  # some more: making them one by one would copy the tokens each time
+        return sequence.keys[index]
+
     def change_weights(self) -> None:
         """What has been computed so far belongs to older weights: none of it can be found any more."""
         self.weights_version += 1

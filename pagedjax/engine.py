@@ -144,6 +144,7 @@ class Engine:
         self._end(self.requests[request_id], "abort")
         if not self.requests:
             self._flush()
+        self.observer.deliver()
 
     def discard(self, request_id: str) -> None:
         """Aborts a request of which nobody wants the output; an unknown id is fine."""
@@ -183,8 +184,13 @@ class Engine:
             raise ValueError(f"request {request_id!r} has {len(sequences)} samples, and none is number {index}")
         row = sequences[index].row
         if row is None:
-            raise ValueError(f"sample {index} of request {request_id!r} waits: it has no K/V now")
+            state = "has ended" if sequences[index].finished else "waits"
+            raise ValueError(f"sample {index} of request {request_id!r} {state}: it has no K/V now")
         return self.runner.kv_of(row)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request with this id is unfinished, or its last output has still to be handed out."""
+        return request_id in self.requests or any(output.request_id == request_id for output in self._ended)
 
     def has_unfinished(self) -> bool:
         return bool(self.requests or self._ended)
@@ -199,6 +205,12 @@ class Engine:
             Whatever the device raised. The engine stays usable: its state is made anew and unfinished requests are
             computed again from their tokens; a failing step twice in a row ends the running ones with "error".
         """
+        try:
+            return self._step()
+        finally:
+            self.observer.deliver()
+
+    def _step(self) -> list[RequestOutput]:
         outputs, self._ended = self._ended, []
         if not self.requests:
             return outputs
@@ -255,6 +267,7 @@ class Engine:
         self._num_added += 1
         self.requests[request.request_id] = request
         self.observer.added(request)
+        self.observer.deliver()
         return request
 
     def _check_id(self, request_id: str) -> None:
@@ -427,6 +440,8 @@ class Engine:
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Ends a request from outside; its output comes out of the next `step`."""
         del self.requests[request.request_id]
+        if request.beams is not None:
+            request.show_beams()
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.finish(sequence, reason)

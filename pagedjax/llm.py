@@ -442,8 +442,9 @@ class LLM:
                         if output.finished:
                             done[output.request_id] = output
                             bar.update()
-                    bar.set_description("generating", refresh=False)
-                    bar.set_postfix(self._progress(), refresh=False)
+                    if use_tqdm:
+                        bar.set_description("generating", refresh=False)
+                        bar.set_postfix(self._progress(), refresh=False)
         finally:
             self._runner.on_compile = _quiet
             self._outbox.give_up(ids)
@@ -476,7 +477,7 @@ class LLM:
         }
 
     def _new_id(self, prefix: str) -> str:
-        return next(name for i in self._ids if (name := f"{prefix}-{i}") not in self._engine.requests)
+        return next(name for i in self._ids if not self._engine.knows(name := f"{prefix}-{i}"))
 
 
 def _quiet(name: str) -> None:

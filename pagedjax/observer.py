@@ -1,4 +1,7 @@
-"""Tells what happens to requests, to a callback, and remembers the last of it for the figures."""
+"""Tells a callback what happens to requests, and remembers the last of it for the figures.
+
+Events are told when the call in which they happened is over, so that the callback may call the engine.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ class Observer:
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.on_event = on_event
+        self._untold: deque[Event] = deque()
         self.times = RecentTimes()
         self.preemptions: deque[Preemption] = deque(maxlen=RECENT_PREEMPTIONS)  # the last ones
 
@@ -56,12 +60,17 @@ class Observer:
         self.times.add(request.metrics, max(lengths))
         self._tell("finished", request, num_tokens=sum(lengths), reason=request.sequences[0].finish_reason)
 
+    def deliver(self) -> None:
+        """Tells the callback what has happened since the last time."""
+        while self._untold and self.on_event is not None:
+            event = self._untold.popleft()
+            try:
+                self.on_event(event)
+            except Exception:
+                logger.exception("on_event failed at %r of request %r", event.name, event.request_id)
+
     def _tell(
         self, name: EventName, request: Request, index: int = 0, num_tokens: int = 0, reason: str | None = None
     ) -> None:
-        if self.on_event is None:
-            return
-        try:
-            self.on_event(Event(name, request.request_id, time.monotonic(), index, num_tokens, reason))
-        except Exception:
-            logger.exception("on_event failed at %r of request %r", name, request.request_id)
+        if self.on_event is not None:
+            self._untold.append(Event(name, request.request_id, time.monotonic(), index, num_tokens, reason))

@@ -8,7 +8,7 @@ one used longest ago goes first; of one sequence's, the last, without which the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pagedjax.block import Block, BlockKey
 
@@ -38,7 +38,7 @@ class PrefixCache:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
 
-    def match(self, keys: Sequence[BlockKey]) -> list[Block]:
+    def match(self, keys: Iterable[BlockKey]) -> list[Block]:
         """The published blocks of the leading keys, up to the first that is missing."""
         blocks = []
         for key in keys:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from pagedjax.beam_search import BeamSearch
+from pagedjax.beam_search import Beam, BeamSearch
 from pagedjax.block import Block, BlockKey
 from pagedjax.outputs import (
     CompletionOutput,
@@ -180,17 +180,27 @@ class Request:
         for sequence, beam in zip(self.sequences, self.beams.beams, strict=True):
             sequence.output_ids = list(beam.token_ids)
 
+    def show_beams(self) -> None:
+        """What a search has found so far becomes its sequences' output: it is ended from outside."""
+        assert self.beams is not None
+        for sequence, beam in zip(self.sequences, self.beams.beams, strict=False):
+            self._show(sequence, beam, is_end=False)
+
     def take_completions(self) -> None:
         """The sequences get what a beam search has found, and end."""
         assert self.beams is not None
         for sequence, (_, beam) in zip(self.sequences, self.beams.completions, strict=True):
-            sequence.output_ids = []
-            for place, token in enumerate(beam.token_ids, 1):
-                is_last = place == len(beam.token_ids)
-                sequence.push(token, stopped=is_last and token in self.beams.end_ids, at_length=is_last)
-            pairs = zip(beam.token_ids, beam.token_logprobs, strict=True)
-            sequence.logprobs = [{token: logprob} for token, logprob in pairs]
-            sequence.cumulative_logprob = beam.logprob
+            self._show(sequence, beam, is_end=True)
+
+    def _show(self, sequence: Sequence, beam: Beam, *, is_end: bool) -> None:
+        assert self.beams is not None
+        sequence.output_ids = []
+        for place, token in enumerate(beam.token_ids, 1):
+            ends = is_end and place == len(beam.token_ids)
+            sequence.push(token, stopped=ends and token in self.beams.end_ids, at_length=ends)
+        pairs = zip(beam.token_ids, beam.token_logprobs, strict=True)
+        sequence.logprobs = [{token: logprob} for token, logprob in pairs]
+        sequence.cumulative_logprob = beam.logprob
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

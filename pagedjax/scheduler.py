@@ -10,7 +10,7 @@ Invariants:
   sequence advances in every step; since a sequence that cannot fit the empty pool is refused, it ends.
 - A row is given up in one place, `_release`.
 - A beam search has its rows and all the blocks it may come to need set aside when it starts, and is not preempted: its
-  beams go on together.
+  beams go on together. An older sequence may have to wait for it, but not for ever: it ends.
 """
 
 from __future__ import annotations
@@ -245,11 +245,24 @@ class Scheduler:
             {key for part in plan.scheduled.values() for key in self._keys_to_come(part)} if self.waiting else set()
         )
         held: list[Sequence] = []
+        try:
+            self._start_waiting(plan, budget, owed, coming, held)
+        finally:
+            self.waiting[:0] = held
+
+    def _start_waiting(
+        self, plan: StepPlan, budget: int, owed: int, coming: set[BlockKey], held: list[Sequence]
+    ) -> None:
+        """Starts sequences in order of arrival, and moves those that have to wait for a prefix to `held`."""
+        growth = self.ledger.growth
         while self.waiting and budget > 0:
             sequence = self.waiting[0]
             num_rows = 1 if sequence.request.beams is None else len(sequence.request.sequences)
             if len(self.running) + self._beams.num_rows + num_rows > self.max_running:
                 break
+            if held and held[-1].request is sequence.request:  # its samples wait together
+                held.append(self.waiting.pop(0))
+                continue
             start = self._start(sequence, plan, coming)
             if start is None:
                 held.append(self.waiting.pop(0))
@@ -265,16 +278,16 @@ class Scheduler:
             self._schedule(sequence, num_tokens, plan)
             coming.update(self._keys_to_come(plan.scheduled[row]))
             owed += growth(sequence, sequence.num_pending)
-        self.waiting[:0] = held
 
     def _start(self, sequence: Sequence, plan: StepPlan, coming: set[BlockKey]) -> _Start | None:
         """Where a waiting sequence may start from: a sibling's blocks, cached ones, or nothing. None: it is held."""
         limit = sequence.num_reusable
         start = _Start([], 0, None)
         if self.ledger.cache is not None:
-            keys = self.ledger.keys(sequence, limit // self.block_size)
-            blocks = self.ledger.cache.match(keys)
-            if len(blocks) < len(keys) and keys[len(blocks)] in coming:
+            # Keys are made as they are asked for: of a long prompt that is held, the first few.
+            num_keys = limit // self.block_size
+            blocks = self.ledger.cache.match(self.ledger.key(sequence, index) for index in range(num_keys))
+            if len(blocks) < num_keys and self.ledger.key(sequence, len(blocks)) in coming:
                 return None
             start = _Start(list(blocks), len(blocks) * self.block_size, None)
         shared = len(sequence.request.prompt_ids) - 1  # the last prompt token is computed by each: its draw differs
@@ -399,7 +412,8 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = None
         sequence.epoch += 1
-        if all(other.row is None for other in sequence.request.sequences):
+        searches = sequence.request.beams is not None
+        if searches and all(other.row is None for other in sequence.request.sequences):
             self._beams.running.pop(sequence.request, None)
 
 

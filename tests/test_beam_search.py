@@ -113,7 +113,11 @@ def test_aborted_and_with_new_weights(llm: LLM) -> None:
     llm.abort("a")
     llm.update_params(llm._runner.params, running="recompute")
     outputs = mock_engine.finish(llm)
-    assert {sample.finish_reason for sample in outputs["a"].outputs} == {"abort"}
+    for sample in outputs["a"].outputs:  # what it had found so far
+        assert sample.finish_reason == "abort"
+        assert sample.logprobs is not None
+        assert [next(iter(entry)) for entry in sample.logprobs] == sample.token_ids
+        assert sample.cumulative_logprob == pytest.approx(sum(next(iter(e.values())) for e in sample.logprobs))
     check(outputs["b"], [4, 5, 6], params)
     llm.audit()
 
@@ -126,7 +130,11 @@ def test_what_cannot_be_searched(llm: LLM) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             llm.beam_search([1, 2, 3], params, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"length_penalty -400.0 is too large for 6 tokens"):
+        llm.beam_search([1, 2, 3], BeamSearchParams(2, 6, -400.0), use_tqdm=False)
     for options, message in (
+        ({"early_stopping": 1}, "early_stopping is 1"),
+        ({"length_penalty": None}, "length_penalty is None"),
         ({"width": 0}, "width is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"early_stopping": "maybe"}, "early_stopping is 'maybe'"),

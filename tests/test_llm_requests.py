@@ -229,10 +229,23 @@ def test_update_params_modes(llm: LLM) -> None:
         llm.update_params({"salt": jnp.float32(0)}, running="maybe")  # type: ignore[arg-type]
 
 
+def test_names_of_requests_do_not_collide_with_outputs_on_their_way(llm: LLM) -> None:
+    """An aborted request's output is still to come; generate makes up a name of its own."""
+    upcoming = llm._new_id("generate")
+    upcoming = f"generate-{int(upcoming.removeprefix('generate-')) + 1}"
+    llm.add_request(upcoming, [9, 9, 9], GREEDY)
+    llm.abort(upcoming)
+    mock_engine.pace(llm, budget=2)
+    (output,) = generate(llm, [[1, 2, 3, 4, 5, 6]])
+    assert ids(output) == Oracle([1, 2, 3, 4, 5, 6], GREEDY).generate()
+    assert [o.outputs[0].finish_reason for o in llm.step()] == ["abort"]
+
+
 # Figures
 
 
 def test_stats_and_metrics(llm: LLM) -> None:
+    llm.update_params(llm._runner.params)  # nothing is cached
     before = llm.stats()
     llm.add_request("a", [1, 2, 3], dataclasses.replace(GREEDY, max_tokens=20))
     llm.add_request("b", [1], dataclasses.replace(GREEDY, n=7))

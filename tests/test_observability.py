@@ -86,6 +86,27 @@ def test_a_callback_that_fails_harms_nobody(
     assert "on_event failed at 'added'" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["added", "started", "first_token", "preempted", "finished"])
+def test_a_callback_may_call_the_engine(monkeypatch: pytest.MonkeyPatch, llm: LLM, name: str) -> None:
+    """It aborts the request it is told of, moves blocks, and changes the weights."""
+    other = dataclasses.replace(GREEDY, max_tokens=18)
+
+    def act(event: Event) -> None:
+        if event.name == name and event.request_id != "b":
+            if event.request_id in llm._engine.requests:
+                llm.abort(event.request_id)
+            llm.defragment()
+            llm.update_params(llm._runner.params, running="recompute")
+
+    monkeypatch.setattr(llm._engine.observer, "on_event", act)
+    prompts = {key: [i, 2, 3, 4, 5] for i, key in enumerate("abcd")}
+    for key, prompt in prompts.items():
+        llm.add_request(key, prompt, other)
+    outputs = mock_engine.finish(llm)
+    assert set(outputs) == set(prompts)
+    check(llm, outputs, prompts, other)
+
+
 def test_figures_of_shared_blocks_and_last_blocks(llm: LLM) -> None:
     """4 prompt tokens in 2 full blocks, and one token of each of 3 samples in a block of its own."""
     llm.update_params(llm._runner.params)  # nothing is cached
@@ -132,6 +153,9 @@ def test_exported_kv_is_what_was_written(llm: LLM) -> None:
         np.testing.assert_array_equal(v[layer, :, 0, 0], tokens * 4 + 2 * layer + 1)
     with pytest.raises(ValueError, match="has 2 samples, and none is number 2"):
         llm.export_kv("a", 2)
+    llm._engine.scheduler.finish(sequence, "abort")
+    with pytest.raises(ValueError, match="sample 1 of request 'a' has ended"):
+        llm.export_kv("a", 1)
     with pytest.raises(KeyError, match="'b'"):
         llm.export_kv("b")
     llm.add_request("b", [1] * 10, dataclasses.replace(GREEDY, n=6))

@@ -239,3 +239,22 @@ def test_a_row_ended_by_the_host_publishes_only_what_the_host_knows() -> None:
     loop.run()
     assert sequence.output_ids == expected[: expected.index(expected[3]) + 1]
     assert len(loop.device.retained) == sequence.num_tokens // 4 < 3
+
+
+def test_an_interrupt_while_sequences_are_held_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(enable_prefix_caching=True)
+    sequences = [loop.add([1] * 12 + [name]) for name in (2, 3, 4)]
+    real, calls = loop.scheduler._start, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.scheduler, "_start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.scheduler.schedule()
+    assert [*loop.scheduler.running, *loop.scheduler.waiting] == sequences
