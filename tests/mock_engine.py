@@ -42,9 +42,10 @@ def pace(llm: LLM, *, budget: int | None = None, decode_steps: int | None = None
 
 
 def idle() -> Iterator[LLM]:
-    """The shared engine, idle before and after a test."""
+    """The shared engine, idle before and after a test, and with nothing cached at first."""
     llm = engine()
     llm.audit()
+    llm.update_params(llm._runner.params)
     yield llm
     pace(llm)
     finish(llm)

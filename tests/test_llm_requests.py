@@ -245,7 +245,6 @@ def test_names_of_requests_do_not_collide_with_outputs_on_their_way(llm: LLM) ->
 
 
 def test_stats_and_metrics(llm: LLM) -> None:
-    llm.update_params(llm._runner.params)  # nothing is cached
     before = llm.stats()
     llm.add_request("a", [1, 2, 3], dataclasses.replace(GREEDY, max_tokens=20))
     llm.add_request("b", [1], dataclasses.replace(GREEDY, n=7))

@@ -109,7 +109,6 @@ def test_a_callback_may_call_the_engine(monkeypatch: pytest.MonkeyPatch, llm: LL
 
 def test_figures_of_shared_blocks_and_last_blocks(llm: LLM) -> None:
     """4 prompt tokens in 2 full blocks, and one token of each of 3 samples in a block of its own."""
-    llm.update_params(llm._runner.params)  # nothing is cached
     mock_engine.pace(llm, decode_steps=1)
     llm.add_request("a", [7, 8, 9, 10, 11], dataclasses.replace(GREEDY, n=3))
     llm.step()  # the prompt; the first sample's first token is drawn
@@ -166,7 +165,6 @@ def test_exported_kv_is_what_was_written(llm: LLM) -> None:
 
 def test_defragmentation_while_requests_run(llm: LLM) -> None:
     """Blocks move under running, forked and cached sequences; cached ones are still found."""
-    llm.update_params(llm._runner.params)
     prompts = {name: [i, i + 1, i + 2, i + 3, i + 4] for i, name in enumerate("abcd")}
     params = dataclasses.replace(GREEDY, n=2, max_tokens=4)
     for name, prompt in prompts.items():
@@ -190,7 +188,6 @@ def test_defragmentation_while_requests_run(llm: LLM) -> None:
 
 def test_an_idle_engine_tidies_up(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     monkeypatch.setattr(llm._engine, "_defragment_above", 0.0)
-    llm.update_params(llm._runner.params)
     for name in "abcd":
         llm.add_request(name, [ord(name) % 32] * 6, dataclasses.replace(GREEDY, max_tokens=2))
     llm.step()

@@ -64,7 +64,6 @@ def test_a_sequence_as_long_as_the_model_allows(llm: LLM) -> None:
 def test_the_prompt_is_computed_once(llm: LLM) -> None:
     """A continuation adds its own tokens, and the prompt's last."""
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    llm.update_params(llm._runner.params)  # nothing is cached
     steps, tokens = 0, 0
     run = llm._engine.runner.run
     with pytest.MonkeyPatch.context() as patch:
