@@ -142,11 +142,12 @@ def samples(plain: LLM, text: list[int]) -> dict[str, Any]:
 def beams(plain: LLM, text: list[int]) -> dict[str, Any]:
     """4 beams of a prompt of 512 tokens, 64 generated, without an end token."""
     width, length, max_tokens = 4, 512, 64
-    engine, end_ids = plain._engine, plain._engine.end_ids
-    engine.end_ids = frozenset()
-    engine.add_beam_search("beams", None, text[:length], BeamSearchParams(width=width, max_tokens=max_tokens))
+    maker, end_ids = plain._maker, plain._maker.end_ids
+    maker.end_ids = frozenset()
+    params = BeamSearchParams(width=width, max_tokens=max_tokens)
+    plain._engine.add(maker.searched("beams", None, text[:length], params))
     blocks = peak_blocks(plain)
-    engine.end_ids = end_ids
+    maker.end_ids = end_ids
     unshared = width * math.ceil((length + max_tokens - 1) / BLOCK_SIZE)
     return {"blocks": blocks, "without_sharing": unshared, "saved": 1 - blocks / unshared}
 

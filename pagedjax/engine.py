@@ -6,25 +6,20 @@ It joins the scheduler (which decides), the runner (which computes) and text. Th
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from pagedjax import block_table, row_sampling
-from pagedjax.beam_search import BeamSearch, BeamSearchParams
 from pagedjax.observer import Observer
-from pagedjax.outputs import FinishReason, RequestMetrics, RequestOutput
+from pagedjax.outputs import FinishReason, RequestOutput
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, STOPPED, Scheduled, StepPlan, StepResult
 from pagedjax.request import Request, Sequence
 from pagedjax.runner import Runner
-from pagedjax.sampling_params import MAX_STOP_IDS, SamplingParams
 from pagedjax.scheduler import Scheduler
-from pagedjax.text.output_text import OutputText
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +30,6 @@ class Engine:
     Args:
         runner: the device side.
         scheduler: made for the same sizes.
-        tokenizer: as `pagedjax.text` has them, or None: then prompts are token ids and outputs have no text.
-        vocab_size: token ids are below it.
-        end_ids: the model's end tokens.
-        seed: what seeds are derived from for requests that give none.
         defragment_above: see `EngineConfig`.
         observer: is told what happens to requests.
     """
@@ -48,15 +39,10 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         *,
-        tokenizer: Any,
-        vocab_size: int,
-        end_ids: Iterable[int],
-        seed: int = 0,
         defragment_above: float | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
-        self.vocab_size, self.end_ids, self.seed = vocab_size, frozenset(end_ids), seed
+        self.runner, self.scheduler = runner, scheduler
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_generated_tokens = 0
@@ -64,74 +50,21 @@ class Engine:
         self.observer = observer or Observer()
         self._defragment_above = defragment_above
         self._failures = 0  # steps that failed in a row
-        self._num_added = 0
         self._ended: list[RequestOutput] = []
 
-    def add(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
-        """Queues a request; raises ValueError with what to change if it cannot be served."""
-        self._check_id(request_id)
-        self._check_prompt(prompt_ids)
-        params.check_vocab(self.vocab_size)
-        end_len = min(len(prompt_ids) + params.max_tokens, self.scheduler.max_model_len)
-        self.scheduler.check_fits(len(prompt_ids), end_len)
-        request = Request(request_id, prompt, prompt_ids, params, RequestMetrics(time.monotonic()))
-        request.sequences = [self._sequence(request, index, end_len) for index in range(params.n)]
-        if params.prompt_logprobs is not None:
-            request.sequences[0].scores_from = 1
-        return self._queue(request)
-
-    def add_scoring(
-        self, request_id: str, prompt_ids: list[int], continuations: list[list[int]], cache_salt: str | None = None
-    ) -> Request:
-        """Queues continuations of one prompt whose logprobs are wanted: when it ends, the `scores` of its sequences.
-
-        Raises:
-            ValueError: with what to change, if it cannot be served.
-        """
-        self._check_id(request_id)
-        self._check_prompt(prompt_ids)
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, n=len(continuations), prompt_logprobs=1, cache_salt=cache_salt
-        )
-        request = Request(request_id, None, prompt_ids, params, RequestMetrics(time.monotonic()))
-        for index, continuation in enumerate(continuations):
-            if not continuation:
-                raise ValueError(f"continuation {index} has no tokens; give at least one")
-            self._check_prompt(continuation)
-            end_len = len(prompt_ids) + len(continuation)
-            if end_len > self.scheduler.max_model_len:
-                raise ValueError(
-                    f"{len(prompt_ids)} prompt tokens + {len(continuation)} of continuation {index} are more than "
-                    f"max_model_len={self.scheduler.max_model_len}; shorten them or raise it"
-                )
-            self.scheduler.check_fits(len(prompt_ids), end_len)
-            sequence = self._sequence(request, index, end_len)
-            sequence.continuation, sequence.scores_from = continuation, len(prompt_ids)
-            request.sequences.append(sequence)
-        return self._queue(request)
-
-    def add_beam_search(
-        self, request_id: str, prompt: str | None, prompt_ids: list[int], params: BeamSearchParams
-    ) -> Request:
-        """Queues a beam search; raises ValueError with what to change if it cannot be served."""
-        self._check_id(request_id)
-        self._check_prompt(prompt_ids)
-        end_len = min(len(prompt_ids) + params.max_tokens, self.scheduler.max_model_len)
-        self.scheduler.check_fits(len(prompt_ids), end_len)
-        params = dataclasses.replace(params, max_tokens=end_len - len(prompt_ids))
-        beams = BeamSearch(params, self.end_ids)
-        if beams.num_candidates > self.vocab_size:
-            raise ValueError(f"width {params.width} is too large for a vocabulary of {self.vocab_size} tokens")
-        sampling_params = SamplingParams(
-            n=params.width, temperature=0.0, max_tokens=params.max_tokens, logprobs=beams.num_candidates
-        )
-        request = Request(request_id, prompt, prompt_ids, sampling_params, RequestMetrics(time.monotonic()))
-        request.beams = beams
-        request.sequences = [self._sequence(request, index, end_len) for index in range(params.width)]
-        for sequence in request.sequences:
-            sequence.stop_ids = frozenset()  # the search decides what ends
-        self.scheduler.add_beams(request)
-        return self._register(request)
+    def add(self, request: Request) -> Request:
+        """Queues a request; raises ValueError if its id is in use, or if it can never run."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request; choose another")
+        if request.beams is not None:
+            self.scheduler.add_beams(request)
+        else:
+            for sequence in request.sequences:
+                self.scheduler.add(sequence)
+        self.requests[request.request_id] = request
+        self.observer.added(request)
+        self.observer.deliver()
+        return request
 
     def abort(self, request_id: str) -> None:
         """Ends a request in whatever state it is; what it has so far comes out of the next `step`.
@@ -255,60 +188,6 @@ class Engine:
                 f"leak: {free} blocks free on the device, {ledger.num_free_blocks} on the host, {len(cached)} cached "
                 f"({ledger.num_idle_blocks} of them idle), {usable} in all"
             )
-
-    # Adding
-
-    def _queue(self, request: Request) -> Request:
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
-        return self._register(request)
-
-    def _register(self, request: Request) -> Request:
-        self._num_added += 1
-        self.requests[request.request_id] = request
-        self.observer.added(request)
-        self.observer.deliver()
-        return request
-
-    def _check_id(self, request_id: str) -> None:
-        if request_id in self.requests:
-            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request; choose another")
-
-    def _check_prompt(self, prompt_ids: list[int]) -> None:
-        if not prompt_ids:
-            raise ValueError("the prompt has no tokens; give at least one (an empty text needs a tokenizer with BOS)")
-        for token in prompt_ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"prompt token id {token} is outside the vocabulary; ids go from 0 to {self.vocab_size - 1}"
-                )
-
-    def _sequence(self, request: Request, index: int, end_len: int) -> Sequence:
-        params = request.params
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"{len(params.stop_token_ids)} stop_token_ids and the model's end tokens are {len(stop_ids)} ids, "
-                f"and a row holds {MAX_STOP_IDS}; give fewer"
-            )
-        seed = params.seed
-        if seed is None:
-            words = np.random.SeedSequence([self.seed, self._num_added]).generate_state(2, np.uint32)
-            seed = int(words[0]) << 31 | int(words[1]) >> 1
-        return Sequence(
-            request=request,
-            index=index,
-            seed=seed,
-            stop_ids=stop_ids,
-            end_len=end_len,
-            text=OutputText(
-                self.tokenizer,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            ),
-        )
 
     # After a step
 

@@ -26,6 +26,7 @@ from pagedjax.engine_config import EngineConfig
 from pagedjax.events import Event
 from pagedjax.loaders import load_checkpoint, load_tokenizer
 from pagedjax.memory import kv_block_bytes, kv_pool_dtype, num_pool_blocks
+from pagedjax.new_request import RequestMaker
 from pagedjax.observer import Observer
 from pagedjax.outbox import Outbox
 from pagedjax.outputs import RequestOutput, Score
@@ -106,12 +107,15 @@ class LLM:
         self._engine = Engine(
             self._runner,
             scheduler,
+            defragment_above=config.defragment_above,
+            observer=Observer(on_event),
+        )
+        self._maker = RequestMaker(
+            scheduler,
             tokenizer=self.tokenizer,
             vocab_size=vocab_size,
             end_ids={*end_ids, *eos_ids},
             seed=config.seed,
-            defragment_above=config.defragment_above,
-            observer=Observer(on_event),
         )
         self._outbox = Outbox(self._engine)
         self._ids = itertools.count()
@@ -224,7 +228,7 @@ class LLM:
             raise ValueError("stream yields text, which needs a tokenizer; use add_request and step for token ids")
         text, ids = parse_prompt(prompt, self.tokenizer)
         request_id = self._new_id("stream")
-        self._engine.add(request_id, text, ids, params)
+        self._engine.add(self._maker.sampled(request_id, text, ids, params))
         deltas = self._stream(request_id)
         next(deltas)  # a generator that has begun is also cleaned up if nobody ever asks it for text
         return deltas
@@ -252,7 +256,8 @@ class LLM:
 
         def add(index: int) -> None:
             prompt = parsed[index]
-            at_index(index, self._engine.add_beam_search, ids[index], prompt.text, prompt.token_ids, params)
+            request = at_index(index, self._maker.searched, ids[index], prompt.text, prompt.token_ids, params)
+            at_index(index, self._engine.add, request)
 
         return self._run(ids, add, use_tqdm)
 
@@ -279,7 +284,7 @@ class LLM:
         parsed = parse_continuations(continuations, text, ids, self.tokenizer)
         if not parsed:
             return []
-        request = self._engine.add_scoring(request_id, ids, parsed, cache_salt)
+        request = self._engine.add(self._maker.scored(request_id, ids, parsed, cache_salt))
         box = self._outbox.claim([request_id])
         try:
             while not request.finished:
@@ -306,7 +311,7 @@ class LLM:
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, not {type(request_id).__name__}: {request_id!r}")
         text, ids = parse_prompt(prompt, self.tokenizer)
-        self._engine.add(request_id, text, ids, match_params(sampling_params, 1)[0])
+        self._engine.add(self._maker.sampled(request_id, text, ids, match_params(sampling_params, 1)[0]))
 
     def step(self) -> list[RequestOutput]:
         """Runs one step.
@@ -424,7 +429,8 @@ class LLM:
 
         def add(index: int) -> None:
             prompt = prompts[index]
-            at_index(index, self._engine.add, ids[index], prompt.text, prompt.token_ids, params[index])
+            request = at_index(index, self._maker.sampled, ids[index], prompt.text, prompt.token_ids, params[index])
+            at_index(index, self._engine.add, request)
 
         return self._run(ids, add, use_tqdm)
 

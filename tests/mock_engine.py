@@ -89,4 +89,4 @@ class Pieces:
 def use_tokenizer(monkeypatch: pytest.MonkeyPatch, llm: LLM, tokenizer: Pieces) -> None:
     adapted = as_tokenizer(tokenizer)
     monkeypatch.setattr(llm, "tokenizer", adapted)
-    monkeypatch.setattr(llm._engine, "tokenizer", adapted)
+    monkeypatch.setattr(llm._maker, "tokenizer", adapted)

@@ -33,9 +33,9 @@ def llm() -> Iterator[LLM]:
         ("", {}, "a text prompt needs a tokenizer"),
         ([[1], []], {}, "prompt 1: the prompt is an empty list of token ids"),
         ([[]], {}, "prompt 0: the prompt is an empty list of token ids"),
-        ([VOCAB], {}, f"prompt token id {VOCAB} is outside the vocabulary; ids go from 0 to {VOCAB - 1}"),
-        ([1, -1], {}, "prompt token id -1 is outside the vocabulary"),
-        ([2**63], {}, f"prompt token id {2**63} is outside the vocabulary"),
+        ([VOCAB], {}, f"token id {VOCAB} of the prompt is outside the vocabulary; ids go from 0 to {VOCAB - 1}"),
+        ([1, -1], {}, "token id -1 of the prompt is outside the vocabulary"),
+        ([2**63], {}, f"token id {2**63} of the prompt is outside the vocabulary"),
         ([1.5], {}, "must be integers"),
         ([1], {"logit_bias": {VOCAB: 5}}, f"logit_bias has token id {VOCAB}, the vocabulary has {VOCAB} tokens"),
         ([1], {"stop_token_ids": [VOCAB]}, f"stop_token_ids has token id {VOCAB}"),
@@ -69,7 +69,7 @@ def test_as_many_stop_ids_as_fit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     params = SamplingParams(temperature=0.0, stop_token_ids=list(range(32)), max_tokens=3)
     assert llm.generate([1], params, use_tqdm=False)[0].outputs[0].finish_reason == "stop"
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine, "end_ids", frozenset({32}))
+        patch.setattr(llm._maker, "end_ids", frozenset({32}))
         with pytest.raises(
             ValueError, match="32 stop_token_ids and the model's end tokens are 33 ids, and a row holds 32"
         ):

@@ -20,7 +20,7 @@ END_IDS = (5,)
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     for llm in mock_engine.idle():
-        monkeypatch.setattr(llm._engine, "end_ids", frozenset(END_IDS))
+        monkeypatch.setattr(llm._maker, "end_ids", frozenset(END_IDS))
         yield llm
 
 
@@ -79,7 +79,9 @@ def test_many_beside_other_requests(llm: LLM) -> None:
     mock_engine.pace(llm, budget=7)
     params = BeamSearchParams(width=3, max_tokens=8)
     prompts = [[rng.randrange(mock_model.VOCAB) for _ in range(rng.randint(1, 9))] for _ in range(6)]
-    requests = [llm._engine.add_beam_search(f"beams-{i}", None, prompt, params) for i, prompt in enumerate(prompts)]
+    requests = [
+        llm._engine.add(llm._maker.searched(f"beams-{i}", None, prompt, params)) for i, prompt in enumerate(prompts)
+    ]
     others = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True) for _ in range(6)]
     before = llm.stats().num_preemptions
     for index, other in enumerate(others):
@@ -97,7 +99,7 @@ def test_many_beside_other_requests(llm: LLM) -> None:
 def test_beams_share_blocks(llm: LLM) -> None:
     """A prompt of 12 blocks is held once, not three times."""
     prompt = list(range(25))
-    llm._engine.add_beam_search("a", None, prompt, BeamSearchParams(width=3, max_tokens=3))
+    llm._engine.add(llm._maker.searched("a", None, prompt, BeamSearchParams(width=3, max_tokens=3)))
     while llm.has_unfinished_requests():
         llm.step()
         used = int(np.sum(np.asarray(llm._runner.state.table.ref_counts) > llm._runner.state.table.retain_counts))
@@ -106,8 +108,8 @@ def test_beams_share_blocks(llm: LLM) -> None:
 
 def test_aborted_and_with_new_weights(llm: LLM) -> None:
     params = BeamSearchParams(width=3, max_tokens=9)
-    llm._engine.add_beam_search("a", None, [1, 2, 3], params)
-    llm._engine.add_beam_search("b", None, [4, 5, 6], params)
+    llm._engine.add(llm._maker.searched("a", None, [1, 2, 3], params))
+    llm._engine.add(llm._maker.searched("b", None, [4, 5, 6], params))
     llm.step()
     llm.step()
     llm.abort("a")

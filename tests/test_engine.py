@@ -79,8 +79,7 @@ def test_unseeded_requests_differ_and_follow_the_engine_seed(llm: LLM) -> None:
     params = dataclasses.replace(SEEDED, seed=None)
     outputs = generate(llm, [[1, 2, 3]] * 4, params)
     assert len({tuple(ids(output)) for output in outputs}) == 4
-    engine = llm._engine
-    engine._num_added -= 4
+    llm._maker._num_made -= 4
     assert [ids(output) for output in generate(llm, [[1, 2, 3]] * 4, params)] == [ids(output) for output in outputs]
 
 
@@ -131,7 +130,7 @@ def always(token: int, **options: Any) -> SamplingParams:
 
 
 def test_end_tokens(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    monkeypatch.setattr(llm._engine, "end_ids", frozenset({5, LAST}))
+    monkeypatch.setattr(llm._maker, "end_ids", frozenset({5, LAST}))
     for token in (5, LAST):
         sample = generate(llm, [[1]], always(token))[0].outputs[0]
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == ([token], "stop", None)
@@ -140,7 +139,7 @@ def test_end_tokens(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
 
 def test_min_tokens_then_stop(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    monkeypatch.setattr(llm._engine, "end_ids", frozenset({LAST}))
+    monkeypatch.setattr(llm._maker, "end_ids", frozenset({LAST}))
     sample = generate(llm, [[1]], always(LAST, min_tokens=4))[0].outputs[0]
     assert LAST not in sample.token_ids[:4]
     assert sample.token_ids[4:] == [LAST]
@@ -148,14 +147,14 @@ def test_min_tokens_then_stop(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None
 
 
 def test_min_tokens_up_to_max_tokens(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    monkeypatch.setattr(llm._engine, "end_ids", frozenset({LAST}))
+    monkeypatch.setattr(llm._maker, "end_ids", frozenset({LAST}))
     sample = generate(llm, [[1]], always(LAST, min_tokens=6, max_tokens=6))[0].outputs[0]
     assert LAST not in sample.token_ids
     assert (len(sample.token_ids), sample.finish_reason) == (6, "length")
 
 
 def test_ignore_eos_runs_on(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    monkeypatch.setattr(llm._engine, "end_ids", frozenset({5, LAST}))
+    monkeypatch.setattr(llm._maker, "end_ids", frozenset({5, LAST}))
     sample = generate(llm, [[1]], always(LAST, ignore_eos=True, max_tokens=6))[0].outputs[0]
     assert (sample.token_ids, sample.finish_reason) == ([LAST] * 6, "length")
     sample = generate(llm, [[1]], always(5, ignore_eos=True, max_tokens=6, stop_token_ids=[5]))[0].outputs[0]
@@ -210,7 +209,7 @@ def test_leaks_on_odd_endings_with_other_blocks(
 
 def leaks(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """50 requests of 1 to 17 tokens that end in every way; the caller's audit, and the reference counts."""
-    monkeypatch.setattr(llm._engine, "end_ids", frozenset({5, LAST}))
+    monkeypatch.setattr(llm._maker, "end_ids", frozenset({5, LAST}))
     mock_engine.pace(llm, budget=9)
     rng = random.Random(0)
     for index in range(50):

@@ -176,7 +176,7 @@ def drive(
     monkeypatch: pytest.MonkeyPatch, llm: LLM, seed: int, paces: Sequence[tuple[int, int]], requests: int
 ) -> None:
     """Runs that many requests at each pace: tokens a step, inner steps."""
-    monkeypatch.setattr(llm._engine, "end_ids", frozenset(END_IDS))
+    monkeypatch.setattr(llm._maker, "end_ids", frozenset(END_IDS))
     starts = Starts(monkeypatch, llm)
     driver = Driver(llm, seed)
     before = llm.stats().num_preemptions

@@ -269,7 +269,7 @@ def test_what_model_and_tokenizer_say_is_united() -> None:
     model = mock_model.MockDecoder()
     model.config = dataclasses.replace(mock_model.CONFIG, num_tokens=None)  # 40 rows, padding unnamed
     llm = LLM(model, None, Small(), end_ids=[7], **mock_engine.OPTIONS)
-    assert llm._engine.end_ids == {5, 7}
-    assert (llm._engine.vocab_size, llm._runner._num_vocab_tokens) == (30, 30)
+    assert llm._maker.end_ids == {5, 7}
+    assert (llm._maker.vocab_size, llm._runner._num_vocab_tokens) == (30, 30)
     with pytest.raises(ValueError, match="ids go from 0 to 29"):
         llm.add_request("a", [30])
