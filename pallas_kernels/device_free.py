@@ -8,9 +8,10 @@ TPU_SKIP_MDS_QUERY=1 for libtpu.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -83,11 +84,23 @@ def target(name: str) -> Target:
     raise ValueError(f"no target is called {name!r}; use one of {(*TPU_TOPOLOGIES, 'h200')}")
 
 
-def tracing_for(device: AbstractDevice) -> AbstractContextManager[Any]:
+def tracing_for(device: AbstractDevice) -> contextlib.AbstractContextManager[Any]:
     """While it is entered, traces are for a device that is not there: `jax.eval_shape` of `KVPages.zeros`, for example,
     gives the pool as it is on that device."""
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
+
+
+@contextlib.contextmanager
+def _not_persisted() -> Iterator[None]:
+    """Keeps programs out of jax's persistent cache: without the chip they could not be read back from it."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def compile_for(chip: Target, function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> jax.stages.Compiled:
@@ -104,6 +117,6 @@ def compile_for(chip: Target, function: Callable[..., Any], *arguments: Any, **j
     """
     sharding = SingleDeviceSharding(chip.device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    with tracing_for(chip.abstract):
+    with tracing_for(chip.abstract), _not_persisted():
         traced = jax.jit(function, **jit_options).trace(*shapes)
         return traced.lower(lowering_platforms=(chip.platform,)).compile()
