@@ -136,7 +136,7 @@ class BlockLedger:
     def settle_idle(self) -> None:
         """No row is taken: unless a result is on its way, what the cache does not hold is free."""
         if not self._num_in_flight:
-            self._budget.reset(self.num_usable_blocks - (0 if self.cache is None else self.cache.num_idle))
+            self._budget.reset(self.num_usable_blocks - self.num_idle_blocks)
 
     def fill(self, sequence: Sequence, first_block: int, block_ids: list[int]) -> None:
         """Blocks of a sequence have become full, and the device has taken a reference to each for the cache.

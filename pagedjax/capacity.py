@@ -5,13 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 
-def bytes_per_token(
-    num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_value: int, bytes_per_scale: int = 0
-) -> int:
-    """K and V of one token in every layer, 2 L h_kv (d_h b + s): s bytes are the scale of a quantised vector."""
-    return 2 * num_layers * num_kv_heads * (head_dim * bytes_per_value + bytes_per_scale)
-
-
 def num_blocks_in(memory_bytes: int, block_bytes: int) -> int:
     """Blocks that fit a pool of `memory_bytes`, the null block included."""
     return memory_bytes // block_bytes

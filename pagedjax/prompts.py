@@ -82,13 +82,7 @@ def parse_continuations(
             raise ValueError(f"{continuation!r} adds no tokens to the prompt; give some text")
         return ids
 
-    found = []
-    for index, continuation in enumerate(continuations):
-        try:
-            found.append(parse(continuation))
-        except ValueError as error:
-            raise ValueError(f"continuation {index}: {error}") from error
-    return found
+    return [at_index(index, parse, part, what="continuation") for index, part in enumerate(continuations)]
 
 
 def match_params(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
@@ -106,12 +100,12 @@ def match_params(params: SamplingParams | Sequence[SamplingParams] | None, num_p
     return params
 
 
-def at_index(index: int, function: Any, *args: Any) -> Any:
-    """Calls the function; a ValueError says which prompt it was about."""
+def at_index(index: int, function: Any, *args: Any, what: str = "prompt") -> Any:
+    """Calls the function; a ValueError says which prompt, or other thing, it was about."""
     try:
         return function(*args)
     except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from error
+        raise ValueError(f"{what} {index}: {error}") from error
 
 
 def _is_sequence(value: Any) -> bool:

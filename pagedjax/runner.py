@@ -180,9 +180,8 @@ class Runner:
         """A row's line for a sequence, as host arrays."""
         request = sequence.request
         tokens = np.zeros(self.config.max_model_len, np.int32)
-        tokens[: sequence.num_tokens] = sequence.token_ids
         given = sequence.given_ids  # the last of a continuation is read as a target, and then drawn over
-        tokens[: len(given)] = given
+        tokens[: len(given) + len(sequence.output_ids)] = given + sequence.output_ids
         line: dict[str, Any] = {
             "tokens": tokens,
             "num_tokens": np.int32(sequence.num_tokens),
