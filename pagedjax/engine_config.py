@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 # The CPU backend reports no memory of its own: without num_blocks or kv_cache_memory_bytes the pool gets this much.
@@ -135,6 +134,9 @@ class EngineConfig:
 
 
 def _ladder(last: int) -> tuple[int, ...]:
-    """Powers of 4 below `last`, and `last`."""
-    powers = [4**i for i in range(math.ceil(math.log(last, 4)))] if last > 1 else []
-    return (*powers, last)
+    """Powers of 4 up to 64, powers of 2 from there, all below `last`; and `last`.
+
+    A step of few tokens takes as long as it takes to read the weights; one of many as long as it has places.
+    """
+    powers = [4**i for i in range(3)] + [2**i for i in range(6, last.bit_length())]
+    return (*(power for power in powers if power < last), last)

@@ -205,7 +205,9 @@ class Runner:
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
         )
-        return jax.tree.map(jnp.array, state)  # every leaf its own buffer: each is donated
+        # Every leaf is donated and so needs a buffer of its own. The pool has: a copy of it might not fit the device.
+        table, rows = jax.tree.map(jnp.array, (state.table, state.rows))
+        return EngineState(state.kv_pages, table, rows)
 
     def _program(self, name: str) -> Callable[..., Any]:
         if name not in self._programs:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import mock_engine
 import mock_model
 import pytest
@@ -13,6 +14,7 @@ from mock_engine import GREEDY, generate, ids
 from mock_model import Oracle
 
 from pagedjax import LLM, SamplingParams
+from pallas_kernels import KVPages
 
 
 @pytest.fixture
@@ -35,8 +37,19 @@ def test_the_program_set_is_closed(monkeypatch: pytest.MonkeyPatch, llm: LLM) ->
         generate(llm, [[1]])
 
 
+def test_the_pool_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that the pool nearly fills has no room for a second one while the engine starts."""
+    made: list[KVPages] = []
+    zeros = KVPages.zeros
+    monkeypatch.setattr(KVPages, "zeros", lambda *sizes: made.append(zeros(*sizes)) or made[-1])
+    llm = LLM(mock_model.MockDecoder(), **mock_engine.OPTIONS)
+    (kv_pages,) = [pages for pages in made if not isinstance(pages.pool, jax.core.Tracer)]
+    assert llm._runner.state.kv_pages.pool is kv_pages.pool
+
+
 @pytest.mark.parametrize(
-    ("budget", "ladder"), [(1, (1,)), (4, (1, 4)), (5, (1, 4, 5)), (317, (1, 4, 16, 64, 256, 317))]
+    ("budget", "ladder"),
+    [(1, (1,)), (4, (1, 4)), (5, (1, 4, 5)), (65, (1, 4, 16, 64, 65)), (317, (1, 4, 16, 64, 128, 256, 317))],
 )
 def test_each_step_takes_the_least_program_that_holds_it(
     monkeypatch: pytest.MonkeyPatch, budget: int, ladder: tuple[int, ...]
