@@ -37,9 +37,10 @@ class BeamReserve:
 
     def most_blocks(self, request: Request) -> int:
         """Blocks that a search may hold at once: the prompt's full ones, and all others once a beam."""
+        width, num_tokens = len(request.sequences), request.sequences[0].end_len - 1
         num_full = len(request.prompt_ids) // self._ledger.block_size
-        num_own = self._ledger.num_blocks(request.sequences[0].end_len - 1) - num_full
-        return num_full + num_own * len(request.sequences)
+        num_own = self._ledger.num_blocks(num_tokens) - num_full
+        return min(num_full + num_own * width, self._ledger.room(0, num_tokens) * width)
 
     def check_fits(self, request: Request, max_running: int) -> None:
         """Raises ValueError, with the arithmetic and what to change, if a search could never run."""

@@ -26,10 +26,19 @@ class BlockLedger:
         block_size: tokens a block.
         cache: where full blocks are published, or None: nothing is shared but by forks.
         window: keys a later query can see where every layer has a sliding window, else None.
+        max_new_tokens: most tokens that a sequence gets in one inner step.
     """
 
-    def __init__(self, num_usable_blocks: int, block_size: int, cache: PrefixCache | None, window: int | None) -> None:
+    def __init__(
+        self,
+        num_usable_blocks: int,
+        block_size: int,
+        cache: PrefixCache | None,
+        window: int | None,
+        max_new_tokens: int,
+    ) -> None:
         self.num_usable_blocks, self.block_size, self.window = num_usable_blocks, block_size, window
+        self._max_new_tokens = max_new_tokens
         self.cache = cache
         self.weights_version = 0
         self.drops: list[int] = []  # ids whose cached reference the next plan gives back
@@ -61,6 +70,20 @@ class BlockLedger:
     def growth(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that `num_tokens` more would take."""
         return self.num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
+
+    def room(self, num_computed: int, num_tokens: int) -> int:
+        """Most blocks that a sequence comes to hold at once, beyond those of its `num_computed` tokens, on the way to
+        `num_tokens`: what a window passes, it gives back."""
+        num_held = self.num_blocks(num_computed)
+        grown = max(self.num_blocks(num_tokens) - num_held, 0)
+        if self.window is None:
+            return grown
+        most = self.num_blocks(self.window + self._max_new_tokens - 1) + 1
+        return min(grown, max(most - (num_held - self._num_passed(num_computed)), 0))
+
+    def _num_passed(self, num_tokens: int) -> int:
+        """Leading blocks that no query sees any more once `num_tokens` are computed."""
+        return 0 if self.window is None else max(num_tokens - self.window, 0) // self.block_size
 
     # Plans
 
@@ -164,14 +187,13 @@ class BlockLedger:
         Its count of free blocks includes them already, but for one that was full in that very step and not published:
         the cache's reference is still to be dropped.
         """
-        if self.window is None:
-            return
-        for index in range(max(sequence.num_computed - self.window, 0) // self.block_size):
+        for index in reversed(range(self._num_passed(sequence.num_computed))):
             block = sequence.blocks[index]
-            if block is not None:
-                if self._let_go(block) and block.block_id in self.drops:
-                    self._budget.credit(1)
-                sequence.blocks[index] = None
+            if block is None:
+                break  # and all before it
+            if self._let_go(block) and block.block_id in self.drops:
+                self._budget.credit(1)
+            sequence.blocks[index] = None
 
     # The cache
 

@@ -15,18 +15,21 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from bisect import insort
 
 from pagedjax.beam_reserve import BeamReserve
-from pagedjax.block import Block, BlockKey
+from pagedjax.block import BlockKey
 from pagedjax.block_ledger import BlockLedger
 from pagedjax.events import Preemption, PreemptionReason
 from pagedjax.outputs import FinishReason
 from pagedjax.plan import Admission, Scheduled, StepPlan
 from pagedjax.prefix_cache import PrefixCache
 from pagedjax.request import Request, Sequence
+from pagedjax.sequence_start import Start, find_start, keys_to_come
+from pagedjax.wait_queue import WaitQueue
+
+MOST_HELD = 256  # waiting sequences that a plan looks past: they wait for a prefix, and later ones may not
 
 
 class Scheduler:
@@ -69,7 +72,7 @@ class Scheduler:
         self.decode_steps = decode_steps
         self.num_speculative_tokens = num_speculative_tokens
         self.watermark_blocks = math.ceil(watermark * self.num_usable_blocks)
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._preemptions: list[Preemption] = []  # not yet taken
@@ -77,7 +80,11 @@ class Scheduler:
         self.num_prompt_tokens = 0  # of the sequences started, each the first time
         self.num_cached_tokens = 0  # of those, found in the prefix cache
         self.ledger = BlockLedger(
-            self.num_usable_blocks, block_size, PrefixCache() if enable_prefix_caching else None, window
+            self.num_usable_blocks,
+            block_size,
+            PrefixCache() if enable_prefix_caching else None,
+            window,
+            max_num_batched_tokens,
         )
         self._num_arrivals = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -106,7 +113,7 @@ class Scheduler:
                 f"{self.max_model_len}; shorten the prompt or raise max_model_len"
             )
         # The last token that is sampled is never computed, so it needs no slot.
-        needed = self.ledger.num_blocks(end_len - 1)
+        needed = self.ledger.room(0, end_len - 1)
         if needed > self.num_usable_blocks:
             raise ValueError(
                 f"{num_prompt_tokens} prompt tokens + {end_len - num_prompt_tokens} to generate need {needed} "
@@ -120,7 +127,7 @@ class Scheduler:
         self.check_fits(len(sequence.request.prompt_ids), sequence.end_len)
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def add_beams(self, request: Request) -> None:
         """Queues a beam search; raises ValueError if it can never fit."""
@@ -143,7 +150,7 @@ class Scheduler:
         if sequence.row is not None:
             self.running.remove(sequence)
             self._release(sequence)
-        elif sequence in self.waiting:  # a beam may be neither
+        else:  # a beam may neither run nor wait
             self.waiting.remove(sequence)
         self._forks.pop(sequence.request, None)
 
@@ -154,10 +161,10 @@ class Scheduler:
             self._log_preemption(sequence, reason)
             self._release(sequence)
             if sequence.request.beams is None:
-                insort(self.waiting, sequence, key=_arrival)
+                self.waiting.add(sequence)
         for request in searches:
             request.restart_beams()
-            insort(self.waiting, request.sequences[0], key=_arrival)
+            self.waiting.add(request.sequences[0])
         self.running.clear()
         self._forks.clear()
 
@@ -239,83 +246,59 @@ class Scheduler:
 
         A sequence starts only if all its known tokens will fit beside what earlier ones still have to prefill.
         """
-        growth = self.ledger.growth
-        owed = sum(growth(s, s.num_pending) for s in self.running)
-        coming = (
-            {key for part in plan.scheduled.values() for key in self._keys_to_come(part)} if self.waiting else set()
-        )
+        if not self.waiting:
+            return
+        owed = sum(self.ledger.room(s.num_computed, self.reserved_len(s)) for s in self.running)
+        coming = {key for part in plan.scheduled.values() for key in keys_to_come(self.ledger, part)}
         held: list[Sequence] = []
         try:
             self._start_waiting(plan, budget, owed, coming, held)
         finally:
-            self.waiting[:0] = held
+            for sequence in held:
+                self.waiting.add(sequence)
 
     def _start_waiting(
         self, plan: StepPlan, budget: int, owed: int, coming: set[BlockKey], held: list[Sequence]
     ) -> None:
         """Starts sequences in order of arrival, and moves those that have to wait for a prefix to `held`."""
-        growth = self.ledger.growth
-        while self.waiting and budget > 0:
-            sequence = self.waiting[0]
+        while self.waiting and budget > 0 and len(held) < MOST_HELD:
+            sequence = self.waiting.first
             num_rows = 1 if sequence.request.beams is None else len(sequence.request.sequences)
             if len(self.running) + self._beams.num_rows + num_rows > self.max_running:
                 break
             if held and held[-1].request is sequence.request:  # its samples wait together
-                held.append(self.waiting.pop(0))
+                held.append(self.waiting.pop())
                 continue
-            start = self._start(sequence, plan, coming)
+            start = find_start(self.ledger, sequence, plan, coming)
             if start is None:
-                held.append(self.waiting.pop(0))
+                held.append(self.waiting.pop())
                 continue
             watermark = self.watermark_blocks if self.running else 0
             if self._start_cost(sequence, start) + watermark + owed > self._num_available_blocks:
                 break
-            del self.waiting[0]
+            self.waiting.pop()
             row = self._start_row(sequence, start, plan)
             num_tokens = min(sequence.num_pending, budget)
             budget -= num_tokens
-            self.ledger.debit(growth(sequence, num_tokens))
+            self.ledger.debit(self.ledger.growth(sequence, num_tokens))
             self._schedule(sequence, num_tokens, plan)
-            coming.update(self._keys_to_come(plan.scheduled[row]))
-            owed += growth(sequence, sequence.num_pending)
+            coming.update(keys_to_come(self.ledger, plan.scheduled[row]))
+            owed += self.ledger.room(sequence.num_computed, self.reserved_len(sequence))
 
-    def _start(self, sequence: Sequence, plan: StepPlan, coming: set[BlockKey]) -> _Start | None:
-        """Where a waiting sequence may start from: a sibling's blocks, cached ones, or nothing. None: it is held."""
-        limit = sequence.num_reusable
-        start = _Start([], 0, None)
-        if self.ledger.cache is not None:
-            # Keys are made as they are asked for: of a long prompt that is held, the first few.
-            num_keys = limit // self.block_size
-            blocks = self.ledger.cache.match(self.ledger.key(sequence, index) for index in range(num_keys))
-            if len(blocks) < num_keys and self.ledger.key(sequence, len(blocks)) in coming:
-                return None
-            start = _Start(list(blocks), len(blocks) * self.block_size, None)
-        shared = len(sequence.request.prompt_ids) - 1  # the last prompt token is computed by each: its draw differs
-        if start.num_tokens >= min(shared, limit) or shared > limit:
-            return start
-        wait = False
-        for sibling in sequence.request.sequences:
-            if sibling.row is None or sibling.weights_version != self.ledger.weights_version:
-                continue
-            # A fork takes what the device holds before this plan: of a row that this plan starts, nothing.
-            starting = any(admission.sequence is sibling for admission in plan.admits)
-            if starting or plan.scheduled[sibling.row].first_position < shared:
-                wait = True
-            elif self.ledger.reaches_back(sibling, shared):
-                return _Start(list(sibling.blocks), shared, sibling.row)
-        return None if wait else start
+    def reserved_len(self, sequence: Sequence) -> int:
+        """Tokens for which an admitted sequence has room set aside: those it knows. What it generates has to find its
+        own, by preemption if need be; that is what fills the pool."""
+        return sequence.num_tokens
 
-    def _start_cost(self, sequence: Sequence, start: _Start) -> int:
+    def _start_cost(self, sequence: Sequence, start: Start) -> int:
         """Blocks that starting there takes from those available, for all known tokens of the sequence."""
         num_shared = start.num_tokens // self.block_size
         woken = sum(block is not None and block.num_rows == 0 for block in start.blocks[:num_shared])
-        beams = sequence.request.beams
-        most = (
-            self.ledger.num_blocks(sequence.num_tokens) if beams is None else self._beams.most_blocks(sequence.request)
-        )
-        return most - num_shared + woken
+        if sequence.request.beams is not None:
+            return self._beams.most_blocks(sequence.request) - num_shared + woken
+        return self.ledger.room(num_shared * self.block_size, self.reserved_len(sequence)) + woken
 
-    def _start_row(self, sequence: Sequence, start: _Start, plan: StepPlan) -> int:
+    def _start_row(self, sequence: Sequence, start: Start, plan: StepPlan) -> int:
         sequence.row = row = self._free_rows.pop()
         sequence.weights_version = self.ledger.weights_version
         insort(self.running, sequence, key=_arrival)
@@ -330,15 +313,6 @@ class Scheduler:
             self.num_cached_tokens += start.num_tokens
             self.num_prompt_tokens += len(request.prompt_ids)
         return row
-
-    def _keys_to_come(self, part: Scheduled) -> list[BlockKey]:
-        """Keys of the full blocks, of tokens it knows, that a running sequence has not filled before this plan."""
-        sequence, first = part.sequence, part.first_position // self.block_size
-        num_known = sequence.num_tokens // self.block_size
-        current = sequence.weights_version == self.ledger.weights_version
-        if self.ledger.cache is None or first == num_known or not current:
-            return []
-        return self.ledger.keys(sequence, num_known)[first:]
 
     def _extend(self, plan: StepPlan) -> tuple[int, int]:
         """How many inner steps: no more than the shortest remaining work, and one while anyone prefills or searches.
@@ -395,7 +369,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._log_preemption(sequence, "blocks")
         self._release(sequence)
-        insort(self.waiting, sequence, key=_arrival)
+        self.waiting.add(sequence)
         plan.preempted.append(sequence)
         sequence.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
@@ -415,15 +389,6 @@ class Scheduler:
         searches = sequence.request.beams is not None
         if searches and all(other.row is None for other in sequence.request.sequences):
             self._beams.running.pop(sequence.request, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Start:
-    """What a sequence starts from."""
-
-    blocks: list[Block | None]  # of somebody else; None where a window has passed
-    num_tokens: int  # how many of their tokens it takes over
-    parent: int | None  # the row they are forked from; None: they come from the prefix cache
 
 
 def _arrival(sequence: Sequence) -> int:

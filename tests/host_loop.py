@@ -158,7 +158,7 @@ class Loop:
         assert {s.row for s in scheduler.running} == set(plan.scheduled), "a running sequence gets nothing"
         assert not plan.preempted or not plan.admits
         assert plan.num_steps == 1 or all(part.num_tokens == 1 for part in plan.scheduled.values())
-        for queue in (scheduler.running, scheduler.waiting):
+        for queue in (scheduler.running, list(scheduler.waiting)):
             assert queue == sorted(queue, key=lambda s: s.arrival)
         for waiting in scheduler.waiting:
             passed = any(admission.sequence.arrival > waiting.arrival for admission in plan.admits)

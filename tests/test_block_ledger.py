@@ -13,7 +13,7 @@ SIZE = 4
 
 
 def ledger_of(num_blocks: int, *, caching: bool = True, window: int | None = None) -> BlockLedger:
-    return BlockLedger(num_blocks, SIZE, PrefixCache() if caching else None, window)
+    return BlockLedger(num_blocks, SIZE, PrefixCache() if caching else None, window, 64)
 
 
 def sequence_of(tokens: list[int], cache_salt: str | None = None) -> Sequence:

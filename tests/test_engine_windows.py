@@ -55,6 +55,21 @@ def test_blocks_behind_the_windows_of_all_layers_are_given_back() -> None:
     llm.audit()
 
 
+def test_a_prompt_longer_than_the_pool_runs_through_its_window() -> None:
+    """At most the window's blocks and those of one chunk are held at once, so that many are asked of the pool."""
+    window, budget = 6, 8
+    least = -(-(window + budget - 1) // SIZE) + 1
+    prompts = [[3, *range(29)], [4, *range(20)]]
+    asked = SamplingParams(temperature=0.0, max_tokens=14)
+    assert -(-(len(prompts[0]) + asked.max_tokens - 1) // SIZE) > least
+    with pytest.raises(ValueError, match=rf"need {least} blocks of {SIZE} tokens"):
+        generate(engine("local", num_blocks=least, max_num_batched_tokens=budget), prompts, asked)
+    llm = engine("local", num_blocks=least + 1, max_num_batched_tokens=budget)
+    for prompt, output in zip(prompts, generate(llm, prompts, asked), strict=True):
+        assert ids(output) == greedy(prompt, WINDOWS["local"], asked.max_tokens)
+    llm.audit()
+
+
 def test_a_global_layer_keeps_every_block() -> None:
     llm = mixed()
     usable = llm.plan.num_usable_blocks

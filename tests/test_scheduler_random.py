@@ -64,13 +64,22 @@ class Driver:
             start = start[: rng.choice([len(start), rng.randint(0, len(start))])]
         return [*start, *(rng.randrange(50) for _ in range(rng.choice([0, 1, rng.randint(0, 10)])))] or [7]
 
+    def most_held(self, end_len: int) -> int:
+        """Blocks that a sequence may hold at once: what it sees and a step's tokens, wherever they begin in a block."""
+        size, scheduler = self.block_size, self.loop.scheduler
+        in_all = -(-(end_len - 1) // size)
+        if scheduler.ledger.window is None:
+            return in_all
+        stretch = scheduler.ledger.window + scheduler.max_num_batched_tokens
+        return min(in_all, max(-(-(first + stretch) // size) for first in range(size)))
+
     def add(self) -> None:
         rng, loop = self.rng, self.loop
         prompt, max_tokens = self.prompt(), rng.randint(1, 20)
         stop_ids = tuple(rng.sample(range(50), rng.choice([0, 2])))
         options: dict[str, Any] = {"cache_salt": rng.choice([None, None, "a"]), "scores": rng.random() < 0.2}
         end_len = min(len(prompt) + max_tokens, loop.scheduler.max_model_len)
-        if len(prompt) >= loop.scheduler.max_model_len or -(-(end_len - 1) // self.block_size) > self.usable:
+        if len(prompt) >= loop.scheduler.max_model_len or self.most_held(end_len) > self.usable:
             with pytest.raises(ValueError, match="raise"):
                 loop.add_samples(prompt, 1, max_tokens)
             return

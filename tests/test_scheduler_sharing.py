@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from host_loop import Loop, alone, assert_alone
 
+from pagedjax import scheduler
+
 PREFIX = [token % 50 for token in range(3, 43)]  # 40 tokens, 10 blocks of 4
 
 
@@ -34,7 +36,7 @@ def test_chunks_of_a_prefix_are_waited_for() -> None:
     sequences = [loop.add([*PREFIX, token], max_tokens=2) for token in range(3)]
     for _ in range(5):
         loop.step()
-        assert loop.scheduler.waiting == sequences[1:]
+        assert list(loop.scheduler.waiting) == sequences[1:]
     loop.run()
     assert_alone(sequences)
     assert loop.device.num_computed == 40 + 3 * 2
@@ -203,7 +205,7 @@ def test_the_writer_is_aborted_while_others_are_held(late: bool) -> None:
         loop.during = lambda: None
     else:
         loop.abort(writer)
-    assert loop.scheduler.waiting == held
+    assert list(loop.scheduler.waiting) == held
     (admission,) = loop.step().admits
     assert (admission.sequence, admission.num_tokens) == (held[0], 16)  # what is there, but not the step given up
     loop.run()
@@ -244,7 +246,7 @@ def test_a_row_ended_by_the_host_publishes_only_what_the_host_knows() -> None:
 def test_an_interrupt_while_sequences_are_held_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(enable_prefix_caching=True)
     sequences = [loop.add([1] * 12 + [name]) for name in (2, 3, 4)]
-    real, calls = loop.scheduler._start, 0
+    real, calls = scheduler.find_start, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal calls
@@ -254,7 +256,7 @@ def test_an_interrupt_while_sequences_are_held_loses_none(monkeypatch: pytest.Mo
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.scheduler, "_start", interrupted)
+        patch.setattr(scheduler, "find_start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.scheduler.schedule()
     assert [*loop.scheduler.running, *loop.scheduler.waiting] == sequences
