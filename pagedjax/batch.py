@@ -32,12 +32,12 @@ class Batch:
     seq_lens: jax.Array  # i32[R] tokens with K/V, this step's included
     query_start_loc: jax.Array  # i32[R + 1] first place of each row
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
-    is_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def by_token(self) -> Batch:
         """The same tokens, each as a row of its own: `rows` and the four fields after `slot_mapping` change.
 
-        Attention then takes every token by the one path, in one shape, whatever else is computed with it.
+        Attention then takes every token by the one path, in one shape, and gives it the same bits whatever else is
+        computed with it.
         """
         num_rows, num_tokens = self.block_tables.shape[0], self.rows.shape[0]
         real, row = self.rows < num_rows, jnp.minimum(self.rows, num_rows - 1)
@@ -57,7 +57,6 @@ def make_batch(
     num_new_tokens: jax.Array,
     num_tokens: int,
     max_query_len: int | None = None,
-    is_invariant: bool = False,
 ) -> Batch:
     """Lays the last `num_new_tokens` tokens of every row out in `num_tokens` places.
 
@@ -67,7 +66,6 @@ def make_batch(
         num_tokens: the static number of places, T.
         max_query_len: the most new tokens of a row, where that is known to be few: attention then needs no path for
             prompts. One place implies 1.
-        is_invariant: attention is to give a token the same bits whatever else is computed with it; see `by_token`.
     """
     num_rows = num_new_tokens.shape[0]
     ends = jnp.cumsum(num_new_tokens, dtype=jnp.int32)  # [R]
@@ -89,5 +87,4 @@ def make_batch(
         seq_lens=table.seq_lens,
         query_start_loc=query_start_loc,
         max_query_len=1 if num_tokens == 1 else max_query_len,
-        is_invariant=is_invariant,
     )

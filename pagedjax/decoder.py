@@ -153,8 +153,6 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states [T, E] for `logits`, and the pool with K and V of these tokens written.
         """
-        if batch.is_invariant:
-            batch = batch.by_token()
 
         def attend(layer: jax.Array, window: jax.Array | None) -> Attend:
             return attention.paged(batch, layer, window, implementation)

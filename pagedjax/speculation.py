@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.batch import Batch
+from pagedjax.plan import NO_TOKEN
 from pagedjax.row_state import RowState
 from pagedjax.sample_slots import SampleSlots
 
 NGRAM = 3  # most tokens that have to agree; fewer count as well, where so many don't
-
-_NO_TOKEN = -1  # stands before the first token of a history
 
 
 def propose(rows: RowState, num_wanted: jax.Array, max_proposals: int) -> tuple[RowState, jax.Array]:
@@ -48,7 +47,7 @@ def propose(rows: RowState, num_wanted: jax.Array, max_proposals: int) -> tuple[
     agrees = (places > 0) & (places < rows.num_tokens[:, None])
     num_agreeing = jnp.zeros((num_rows, length), jnp.int32)  # of the tokens right before each place
     for back in range(1, NGRAM + 1):
-        before = jnp.pad(rows.tokens, ((0, 0), (back, 0)), constant_values=_NO_TOKEN)[:, :length]
+        before = jnp.pad(rows.tokens, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :length]
         last = jnp.take_along_axis(rows.tokens, jnp.maximum(rows.num_tokens - back, 0)[:, None], axis=1)
         agrees = agrees & (before == last)
         num_agreeing = num_agreeing + agrees.astype(jnp.int32)
@@ -79,7 +78,7 @@ def keep(slots: SampleSlots, token_ids: jax.Array, goes_on: jax.Array, rows: Row
     num_rows = batch.seq_lens.shape[0]
     row = jnp.minimum(slots.rows, num_rows - 1)
     has_next = slots.places + 1 < batch.query_start_loc[row + 1]
-    proposed = rows.tokens.at[slots.rows, slots.positions].get(mode="fill", fill_value=_NO_TOKEN)
+    proposed = rows.tokens.at[slots.rows, slots.positions].get(mode="fill", fill_value=NO_TOKEN)
     kept = accept(has_next & goes_on & (token_ids == proposed), batch.query_start_loc[row])
     return dataclasses.replace(slots, rows=jnp.where(kept, slots.rows, num_rows))
 

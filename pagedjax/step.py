@@ -144,9 +144,10 @@ def step(
         table, copies, fits = block_table.append(state.table, counts)
         counts = jnp.where(fits, counts, 0)
         kv_pages = pallas_kernels.copy_blocks(state.kv_pages, copies.src, copies.dst, copies.count)
-        batch = make_batch(table, counts, num_tokens, 1 + max_proposals if max_proposals else None, batch_invariant)
+        batch = make_batch(table, counts, num_tokens, 1 + max_proposals if max_proposals else None)
         tokens = rows.tokens.at[batch.rows, batch.positions].get(mode="fill", fill_value=0)
-        hidden, kv_pages = model.paged(tokens, kv_pages, batch, implementation=implementation)
+        seen = batch.by_token() if batch_invariant else batch
+        hidden, kv_pages = model.paged(tokens, kv_pages, seen, implementation=implementation)
         if max_proposals:
             slots = every_place(batch, index, max_proposals)
         else:
