@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+NULL_BLOCK = 0  # stands for a block that a window has passed
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockKey:
@@ -57,6 +59,12 @@ class Block:
     num_rows: int = 0
     block_id: int | None = None
     key: BlockKey | None = None
+
+    @property
+    def known_id(self) -> int:
+        """The id of a block that is known to be full."""
+        assert self.block_id is not None
+        return self.block_id
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -79,9 +79,9 @@ class BlockLedger:
         if self.window is None:
             return grown
         most = self.num_blocks(self.window + self._max_new_tokens - 1) + 1
-        return min(grown, max(most - (num_held - self._num_passed(num_computed)), 0))
+        return min(grown, max(most - (num_held - self.num_passed(num_computed)), 0))
 
-    def _num_passed(self, num_tokens: int) -> int:
+    def num_passed(self, num_tokens: int) -> int:
         """Leading blocks that no query sees any more once `num_tokens` are computed."""
         return 0 if self.window is None else max(num_tokens - self.window, 0) // self.block_size
 
@@ -105,6 +105,15 @@ class BlockLedger:
         sequence.blocks = list(blocks)[: num_tokens // self.block_size]
         sequence.num_computed = num_tokens
         self._hold(sequence.blocks)
+
+    def resume(self, sequence: Sequence, blocks: list[Block | None], num_tokens: int) -> None:
+        """A sequence goes on with `num_tokens` tokens in blocks that the device holds for it already."""
+        for block in blocks:
+            if block is not None:
+                if block.num_rows == 0:
+                    self._budget.debit(1)
+                block.num_rows += 1
+        sequence.blocks, sequence.num_computed = blocks, num_tokens
 
     def fork(self, sequences: list[Sequence], parents: list[int]) -> None:
         """Sequence i goes on from what sequence `parents[i]` holds; all parents have equally many tokens.
@@ -167,6 +176,8 @@ class BlockLedger:
         They are published, unless others with the same tokens are, or their tokens are not known here (a stop string
         has ended the text before the device's last token).
         """
+        if not block_ids:
+            return
         current = sequence.weights_version == self.weights_version
         keys = self.keys(sequence, first_block + len(block_ids)) if current else []
         for index, block_id in enumerate(block_ids, first_block):
@@ -187,7 +198,7 @@ class BlockLedger:
         Its count of free blocks includes them already, but for one that was full in that very step and not published:
         the cache's reference is still to be dropped.
         """
-        for index in reversed(range(self._num_passed(sequence.num_computed))):
+        for index in reversed(range(self.num_passed(sequence.num_computed))):
             block = sequence.blocks[index]
             if block is None:
                 break  # and all before it

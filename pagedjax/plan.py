@@ -36,7 +36,7 @@ class Admission:
     Attributes:
         sequence: what starts.
         num_tokens: tokens whose K/V is there already.
-        block_ids: of the full cached blocks that hold them; empty for a fork.
+        block_ids: of the full cached blocks that hold them, `NULL_BLOCK` for those behind the window; empty for a fork.
         parent: the row to fork, as it was before the plan, cut to `num_tokens`; it may be the sequence's own, which
             then only gets other tokens. None for no fork.
     """
@@ -64,6 +64,7 @@ class StepPlan:
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
     num_steps: int = 1
     num_proposals: int = 0
+    weights_version: int = 0  # of the weights that are to compute it
 
     @property
     def num_new_tokens(self) -> np.ndarray:  # i32[R]
@@ -92,6 +93,7 @@ class StepResult:
             to every one. Empty without a cache.
         ok: False if the pool or a row's table ran out, which the scheduler's reservation rules out.
         logprobs: [L, R], of the sampled tokens; None where no row asked.
+        drawn: `pagedjax.sampled_logprobs.SampledLogprobs` [L, R] of them; None where no row asked.
         prompt_logprobs: [T], of the token that follows each packed token of the step; None where no row asked.
         num_proposed_tokens: proposals that were verified.
         num_accepted_tokens: tokens beyond the one that an inner step gives a row without proposals.
@@ -104,6 +106,7 @@ class StepResult:
     filled: np.ndarray
     ok: bool
     logprobs: Any = None
+    drawn: Any = None
     prompt_logprobs: Any = None
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0

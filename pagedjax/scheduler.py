@@ -19,7 +19,7 @@ import math
 from bisect import insort
 
 from pagedjax.beam_reserve import BeamReserve
-from pagedjax.block import BlockKey
+from pagedjax.block import NULL_BLOCK, Block, BlockKey
 from pagedjax.block_ledger import BlockLedger
 from pagedjax.events import Preemption, PreemptionReason
 from pagedjax.outputs import FinishReason
@@ -125,14 +125,40 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; raises ValueError if it can never fit."""
         self.check_fits(len(sequence.request.prompt_ids), sequence.end_len)
-        sequence.arrival = self._num_arrivals
-        self._num_arrivals += 1
+        self._arrive(sequence)
         self.waiting.add(sequence)
+
+    def check_beams_fit(self, request: Request) -> None:
+        """Raises ValueError if a beam search can never fit."""
+        self._beams.check_fits(request, self.max_running)
 
     def add_beams(self, request: Request) -> None:
         """Queues a beam search; raises ValueError if it can never fit."""
-        self._beams.check_fits(request, self.max_running)
+        self.check_beams_fit(request)
         self.add(request.sequences[0])
+
+    def resume(self, sequence: Sequence, blocks: list[Block | None], num_tokens: int, weights_version: int) -> int:
+        """A sequence arrives that goes on in a row, with K/V that the device holds for it already.
+
+        Args:
+            sequence: neither waiting nor running, of no beam search.
+            blocks: that hold its tokens, shared with sequences that came before or will come; None behind the window.
+            num_tokens: how many they hold.
+            weights_version: of the weights they were computed with.
+
+        Returns:
+            Its row; there must be a free one.
+        """
+        self._arrive(sequence)
+        sequence.row = self._free_rows.pop()
+        sequence.weights_version = weights_version
+        self.running.append(sequence)
+        self.ledger.resume(sequence, blocks, num_tokens)
+        return sequence.row
+
+    def _arrive(self, sequence: Sequence) -> None:
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
 
     def fork(self, request: Request, parents: list[int]) -> None:
         """Beam i of a search goes on from where beam `parents[i]` is, with the tokens it has now."""
@@ -197,7 +223,7 @@ class Scheduler:
         Returns:
             A plan; one without scheduled tokens has only releases, or nothing at all, and gets no result.
         """
-        plan = StepPlan(self.num_rows)
+        plan = StepPlan(self.num_rows, weights_version=self.ledger.weights_version)
         if not self.running:
             self.ledger.settle_idle()
         self._fork_beams(plan)
@@ -293,9 +319,10 @@ class Scheduler:
     def _start_cost(self, sequence: Sequence, start: Start) -> int:
         """Blocks that starting there takes from those available, for all known tokens of the sequence."""
         num_shared = start.num_tokens // self.block_size
-        woken = sum(block is not None and block.num_rows == 0 for block in start.blocks[:num_shared])
+        shared = [block for block in start.blocks[:num_shared] if block is not None]
+        woken = sum(block.num_rows == 0 for block in shared)
         if sequence.request.beams is not None:
-            return self._beams.most_blocks(sequence.request) - num_shared + woken
+            return self._beams.most_blocks(sequence.request) - len(shared) + woken
         return self.ledger.room(num_shared * self.block_size, self.reserved_len(sequence)) + woken
 
     def _start_row(self, sequence: Sequence, start: Start, plan: StepPlan) -> int:
@@ -304,8 +331,9 @@ class Scheduler:
         insort(self.running, sequence, key=_arrival)
         if sequence.request.beams is not None:
             self._beams.running[sequence.request] = None
-        ids = [] if start.parent is not None else [block.block_id for block in start.blocks if block is not None]
-        plan.admits.append(Admission(sequence, start.num_tokens, tuple(i for i in ids if i is not None), start.parent))
+        cached = start.blocks if start.parent is None else []
+        ids = tuple(NULL_BLOCK if block is None else block.known_id for block in cached)
+        plan.admits.append(Admission(sequence, start.num_tokens, ids, start.parent))
         self.ledger.share(sequence, start.blocks, start.num_tokens)
         request = sequence.request
         if request.num_cached_tokens is None:

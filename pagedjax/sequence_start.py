@@ -40,7 +40,9 @@ def find_start(ledger: BlockLedger, sequence: Sequence, plan: StepPlan, coming: 
         blocks = ledger.cache.match(ledger.key(sequence, index) for index in range(num_keys))
         if len(blocks) < num_keys and ledger.key(sequence, len(blocks)) in coming:
             return None
-        start = Start(list(blocks), len(blocks) * ledger.block_size, None)
+        num_tokens = len(blocks) * ledger.block_size
+        passed = ledger.num_passed(num_tokens)  # need not be woken: no query will see them
+        start = Start([None] * passed + list(blocks[passed:]), num_tokens, None)
     shared = len(sequence.request.prompt_ids) - 1  # the last prompt token is computed by each: its draw differs
     if start.num_tokens >= min(shared, limit) or shared > limit:
         return start

@@ -28,7 +28,7 @@ class Row:
     """A sequence as the device knows it: copied at admission, never looked at on the host again."""
 
     def __init__(self, sequence: Sequence, version: int) -> None:
-        self.tokens = list(sequence.token_ids)
+        self.tokens, self.version = list(sequence.token_ids), version
         self.end_len, self.stop_ids, self.index = sequence.end_len, sequence.stop_ids, sequence.index
         self.blocks: list[int] = []
         self.num_computed = 0
@@ -110,11 +110,26 @@ class Device:
         for row in plan.releases:
             self._give_back(self.rows.pop(row).blocks)
         for block_id in plan.drops:
+            assert block_id in self.retained, "drops what the cache does not hold"
             self.retained.remove(block_id)
             self._give_back([block_id])
         old = {row: list(state.blocks) for row, state in self.rows.items()}
         for admission in plan.admits:
             self._start(admission, old)
+
+    def defragment(self) -> dict[int, int]:
+        """Moves the used blocks to the front; returns where each that moved has gone."""
+        used = [block_id for block_id, count in enumerate(self.ref_counts) if count]
+        gaps = [block_id for block_id in range(1, len(used) + 1) if not self.ref_counts[block_id]]
+        moves = dict(zip([block_id for block_id in used if block_id > len(used)], gaps, strict=True))
+        for src, dst in moves.items():
+            self.ref_counts[dst], self.ref_counts[src] = self.ref_counts[src], 0
+            self.slots[dst], self.slots[src] = self.slots[src], [None] * self.block_size
+        for row in self.rows.values():
+            row.blocks = [moves.get(block_id, block_id) for block_id in row.blocks]
+        self.retained = {moves.get(block_id, block_id) for block_id in self.retained}
+        self.free = list(range(self.num_usable_blocks, len(used), -1))
+        return moves
 
     def _start(self, admission: Admission, old: dict[int, list[int]]) -> None:
         sequence, size = admission.sequence, self.block_size
@@ -127,7 +142,8 @@ class Device:
             assert len(admission.block_ids) * size == admission.num_tokens, "cached blocks are full ones"
             row.blocks = list(admission.block_ids)
         else:
-            assert not admission.block_ids
+            assert not admission.block_ids, "a fork starts from a row alone"
+            assert admission.parent in old, "the row to fork is not taken"
             assert admission.num_tokens <= self.rows[admission.parent].num_computed, "forked before it was computed"
             row.blocks = old[admission.parent][: -(-admission.num_tokens // size)]
         for block_id in row.blocks:

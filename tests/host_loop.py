@@ -40,6 +40,8 @@ class Loop:
         self.host_stops: dict[Sequence, tuple[int, ...]] = {}  # tokens that end it, which the device does not know
         # Rows were given up while their plan was on the device: the bound may be too low until the next result.
         self._late = False
+        self._given_back: dict[int, int] = {}  # when a row last gave a block back: the place among all such events
+        self._num_given_back = 0
 
     # What callers do
 
@@ -80,11 +82,19 @@ class Loop:
         self.scheduler.change_weights(recompute=recompute)
         self.device.version += 1
 
+    def defragment(self) -> None:
+        moves = self.device.defragment()
+        self.ledger.move(moves, self.scheduler.running)
+        moved = {dst: self._given_back[src] for src, dst in moves.items() if src in self._given_back}
+        self._given_back |= moved
+
     def step(self) -> StepPlan:
         oldest = self.scheduler.running[:1]
         computed = [s.num_computed for s in oldest]
+        cached = self._cached()
         plan = self.scheduler.schedule()
         self._check_plan(plan)
+        self._check_evictions(plan, cached)
         if oldest and not self._late:
             assert oldest[0].num_computed > computed[0], "the oldest running sequence stands still"
         if plan.scheduled:
@@ -111,8 +121,8 @@ class Loop:
         """Nothing is held but by the cache, and the host's account is the device's."""
         assert not self.device.rows
         assert not self.scheduler.has_changes
-        cached = self.ledger.cache.block_ids if self.ledger.cache is not None else []
-        assert self.device.retained == set(cached)
+        cached = self._cached()
+        assert self.device.retained == cached
         assert self.ledger.num_idle_blocks == len(cached)
         assert self.ledger.num_free_blocks == len(self.device.free) == self.device.num_usable_blocks - len(cached)
 
@@ -142,7 +152,7 @@ class Loop:
         host_stops = self.host_stops.get(sequence, ())
         for token in tokens:
             if sequence.finished:
-                assert sequence.output_ids[-1] in host_stops, "a token after the end"
+                assert {*sequence.output_ids[-1:]} & {*host_stops}, "a token after the end"
                 break
             at_length = sequence.num_tokens + 1 >= sequence.end_len
             sequence.push(token, stopped=token in sequence.stop_ids, at_length=at_length)
@@ -162,7 +172,53 @@ class Loop:
             assert queue == sorted(queue, key=lambda s: s.arrival)
         for waiting in scheduler.waiting:
             passed = any(admission.sequence.arrival > waiting.arrival for admission in plan.admits)
-            assert not passed or self._is_held(waiting, plan), "somebody was overtaken"
+            samples = [other for other in waiting.request.sequences if other in scheduler.waiting]  # wait together
+            assert not passed or any(self._is_held(other, plan) for other in samples), "somebody was overtaken"
+        self._check_waits(plan)
+
+    def _check_waits(self, plan: StepPlan) -> None:
+        """Nobody goes on from cached blocks to one that somebody who came first, or was running, computes just now."""
+        size, admitted = self.scheduler.block_size, [admission.sequence for admission in plan.admits]
+        for place, admission in enumerate(plan.admits):
+            sequence, next_block = admission.sequence, admission.num_tokens // size
+            for part in plan.scheduled.values():
+                other = part.sequence
+                came_first = other not in admitted[place:]
+                if admission.parent is None and came_first and self._may_share(other, sequence):
+                    is_computed = part.first_position // size <= next_block < self._num_common(other, sequence) // size
+                    assert not is_computed, "computes what somebody else is just computing"
+
+    def _may_share(self, other: Sequence, sequence: Sequence) -> bool:
+        """Whether what one computes is of use to the other, as far as their tokens are the same."""
+        current = other.weights_version == self.ledger.weights_version
+        return self.ledger.cache is not None and current and other.params.cache_salt == sequence.params.cache_salt
+
+    def _num_common(self, other: Sequence, sequence: Sequence) -> int:
+        """Leading tokens that both know, of those that the sequence need not compute itself."""
+        pairs = zip(other.token_ids, sequence.token_ids[: sequence.num_reusable], strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        return min(other.num_tokens, sequence.num_reusable) if common is None else common
+
+    def _check_evictions(self, plan: StepPlan, cached: set[int]) -> None:
+        """What leaves the cache are the blocks that rows gave back longest ago; of one row, the last ones first."""
+        for row in plan.releases:
+            assert row in self.device.rows, "releases a row that is not taken"
+            for block_id in reversed(self.device.rows[row].blocks):
+                self._given_back[block_id] = self._num_given_back
+                self._num_given_back += 1
+        if self.ledger.window is not None:
+            return  # blocks are given back in other places too
+        rows = [state.blocks for row, state in self.device.rows.items() if row not in plan.releases]
+        held = {block_id for blocks in rows for block_id in blocks}
+        held |= {block_id for admission in plan.admits for block_id in admission.block_ids}
+        evicted = [self._given_back[block_id] for block_id in cached - self._cached()]
+        idle = self._cached() - held
+        assert idle <= self._given_back.keys(), "takes a block for cached that no row has given back"
+        stays = [self._given_back[block_id] for block_id in idle]
+        assert max(evicted, default=-1) < min(stays, default=self._num_given_back), "evicts what was used later"
+
+    def _cached(self) -> set[int]:
+        return set(self.ledger.cache.block_ids) if self.ledger.cache is not None else set()
 
     def _is_held(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Whether somebody who came first, or was running, still computes a prefix that the sequence will share."""
@@ -173,13 +229,9 @@ class Loop:
             came_first = other.arrival < sequence.arrival or other not in admitted
             if not came_first or other.weights_version != self.ledger.weights_version:
                 continue
-            if self.ledger.cache is not None and other.params.cache_salt == sequence.params.cache_salt:
-                pairs = zip(other.token_ids, sequence.token_ids[: sequence.num_reusable], strict=False)
-                common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-                if common is None:
-                    common = min(other.num_tokens, sequence.num_reusable)
-                if common // size > part.first_position // size:
-                    return True
+            num_cached = self._num_common(other, sequence) // size if self._may_share(other, sequence) else 0
+            if num_cached > part.first_position // size:
+                return True
             shared = len(sequence.request.prompt_ids) - 1
             is_sibling = other.request is sequence.request and shared <= sequence.num_reusable
             if is_sibling and (other in admitted or part.first_position < shared):
@@ -191,14 +243,17 @@ class Loop:
         for sequence in self.scheduler.running:
             row = self.device.rows[sequence.row]  # type: ignore[index]
             assert (row.tokens, row.num_computed) == (sequence.token_ids, sequence.num_computed)
-            assert [block is None for block in sequence.blocks] == [i == NULL_BLOCK for i in row.blocks]
+            published = [block for block in sequence.blocks if block is not None and block.key is not None]
+            assert not published or row.version == self.device.version, "publishes what older weights have computed"
+            passed = [block is None for block in sequence.blocks]
+            assert passed == [i == NULL_BLOCK for i in row.blocks], "the host takes another block for passed"
             for block, block_id in zip(sequence.blocks, row.blocks, strict=True):
                 assert block is None or block.block_id in (None, block_id), "the host takes another block for it"
         entries = [block for s in self.scheduler.running for block in s.blocks if block is not None]
         for block, count in collections.Counter(entries).items():
-            assert block.num_rows == count
-        cached = self.ledger.cache.block_ids if self.ledger.cache is not None else []
-        assert sorted(self.device.retained) == sorted([*cached, *self.ledger.drops])
+            assert block.num_rows == count, f"{count} rows hold a block, and {block.num_rows} are counted"
+        retained = sorted([*self._cached(), *self.ledger.drops])
+        assert sorted(self.device.retained) == retained, "the cache's references are not those the device holds"
         truth = self.device.num_free_after(self.scheduler._releases, self.ledger.drops)
         bound = self.ledger.num_free_blocks
         assert bound == truth or (bound < truth and self._late), f"the bound is {bound}, the truth {truth}"

@@ -1,7 +1,8 @@
 """The whole engine on the mock model, fed at random: every token of every request is what the oracle says.
 
 Pools are short, so that sequences are preempted all the time; requests are aborted wherever they happen to be. Prompts
-begin like earlier ones, repeat them, or go on where they ended; weights are exchanged for the same ones.
+begin like earlier ones, repeat them, or go on where they ended. Some are searched with beams. Weights are exchanged for
+the same ones, or for others: then the oracle is told which weights everything was computed with.
 """
 
 from __future__ import annotations
@@ -10,53 +11,39 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import mock_engine
 import mock_model
 import numpy as np
 import pytest
+import test_beam_search
+from random_requests import END_IDS, random_params, random_search
+from weight_history import WeightHistory
 
-from pagedjax import LLM, RequestOutput, SamplingParams, block_table
+from pagedjax import LLM, BeamSearchParams, RequestOutput, SamplingParams, block_table
 from pagedjax.plan import StepPlan
-
-END_IDS = (5, mock_model.VOCAB - 1)
-
-
-def random_params(rng: random.Random) -> SamplingParams:
-    """Every option with some chance, most requests with few of them."""
-
-    def sometimes(chance: float, value: Any, otherwise: Any) -> Any:
-        return value if rng.random() < chance else otherwise
-
-    max_tokens = rng.randint(1, 16)
-    return SamplingParams(
-        n=sometimes(0.15, rng.randint(2, 8), 1),
-        temperature=sometimes(0.5, rng.uniform(0.3, 1.5), 0.0),
-        top_p=sometimes(0.15, rng.uniform(0.1, 1.0), 1.0),
-        top_k=sometimes(0.15, rng.randint(1, 8), 0),
-        min_p=sometimes(0.1, rng.uniform(0.0, 0.3), 0.0),
-        repetition_penalty=sometimes(0.15, rng.uniform(0.8, 1.5), 1.0),
-        presence_penalty=sometimes(0.15, rng.uniform(-1, 1), 0.0),
-        frequency_penalty=sometimes(0.15, rng.uniform(-1, 1), 0.0),
-        seed=sometimes(0.5, rng.randrange(2**63), None),
-        max_tokens=max_tokens,
-        min_tokens=sometimes(0.3, rng.randint(0, max_tokens), 0),
-        stop_token_ids=sometimes(0.3, rng.sample(range(mock_model.VOCAB), rng.randint(1, 4)), ()),
-        ignore_eos=rng.random() < 0.2,
-        logprobs=sometimes(0.2, rng.choice([0, 1, 5, 20]), None),
-        prompt_logprobs=sometimes(0.2, rng.choice([0, 1, 5]), None),
-        logit_bias=sometimes(0.1, {rng.randrange(mock_model.VOCAB): rng.uniform(-4, 4)}, None),
-        cache_salt=sometimes(0.15, rng.choice(["a", "b"]), None),
-    )
+from pagedjax.request import Sequence as Sample
 
 
 class Driver:
-    """Feeds an engine and checks what comes out."""
+    """Feeds an engine and checks what comes out.
 
-    def __init__(self, llm: LLM, seed: int) -> None:
-        self.llm, self.engine, self.rng = llm, llm._engine, random.Random(seed)
+    Args:
+        history: of the engine's weights.
+        seed: of everything random.
+        salts: the weights to choose from.
+        change: how often weights change, a step.
+        search: the share of searches among the requests.
+    """
+
+    def __init__(
+        self, history: WeightHistory, seed: int, *, salts: Sequence[int] = (0,), change: float, search: float
+    ) -> None:
+        self.history, self.salts, self.change, self.search = history, salts, change, search
+        self.llm, self.engine, self.rng = history.llm, history.llm._engine, random.Random(seed)
         self.usable = self.engine.scheduler.num_usable_blocks
-        self.params: dict[str, SamplingParams] = {}
-        self.seeds: dict[str, list[int]] = {}
+        self.params: dict[str, SamplingParams | BeamSearchParams] = {}
+        self.samples: dict[str, list[Sample]] = {}
         self.ended: dict[str, RequestOutput] = {}
         self.latest: dict[str, RequestOutput] = {}
         self.num_tokens = self.num_doubtful = 0
@@ -70,7 +57,7 @@ class Driver:
                 self.add()
             if self.rng.random() < 0.04 and self.engine.requests:
                 self.llm.abort(self.rng.choice(list(self.engine.requests)))
-            if self.rng.random() < 0.02:
+            if self.rng.random() < self.change:
                 self.update_params()
             self.step()
         assert self.ended.keys() == self.params.keys()
@@ -88,14 +75,15 @@ class Driver:
         return [*start, *self._tokens(rng.choice([1, rng.randint(1, 6), rng.randint(1, 15)]))]
 
     def update_params(self) -> None:
-        """The same weights; what was cached or goes on with older K/V must not be found again all the same."""
+        """The same weights or others; what is cached or goes on with older K/V must not be found again."""
+        salt = self.rng.choice(self.salts)
         modes: list[Literal["refuse", "recompute", "keep"]] = ["refuse", "recompute", "keep"]
         running = self.rng.choice(modes)
         if running == "refuse" and self.engine.requests:
             with pytest.raises(ValueError, match="requests are unfinished"):
-                self.llm.update_params(self.engine.runner.params, running=running)
+                self.history.change(salt, running)
             return
-        self.llm.update_params(self.engine.runner.params, running=running)
+        self.history.change(salt, running)
         cache = self.engine.scheduler.ledger.cache
         assert cache is None or not cache.block_ids
 
@@ -103,18 +91,33 @@ class Driver:
         return [self.rng.randrange(mock_model.VOCAB) for _ in range(count)]
 
     def add(self) -> None:
-        prompt, params = self.prompt(), random_params(self.rng)
-        num_tokens = len(prompt)
-        end_len = min(num_tokens + params.max_tokens, self.llm.config.max_model_len)
-        request_id = str(len(self.params))
-        if -(-(end_len - 1) // self.llm.config.block_size) > self.usable or num_tokens >= self.llm.config.max_model_len:
+        prompt, request_id = self.prompt(), str(len(self.params))
+        searched = self.rng.random() < self.search
+        params = random_search(self.rng) if searched else random_params(self.rng)
+        if not self.fits(len(prompt), params):
             with pytest.raises(ValueError, match="raise"):
-                self.llm.add_request(request_id, prompt, params)
+                self.queue(request_id, prompt, params)
             return
-        self.llm.add_request(request_id, prompt, params)
+        self.queue(request_id, prompt, params)
         self.params[request_id] = params
         self.prompts.append(prompt)
-        self.seeds[request_id] = [sequence.seed for sequence in self.engine.requests[request_id].sequences]
+        self.samples[request_id] = self.engine.requests[request_id].sequences
+
+    def queue(self, request_id: str, prompt: list[int], params: SamplingParams | BeamSearchParams) -> None:
+        if isinstance(params, SamplingParams):
+            self.llm.add_request(request_id, prompt, params)
+        else:
+            self.engine.add(self.llm._maker.searched(request_id, None, prompt, params))
+
+    def fits(self, num_tokens: int, params: SamplingParams | BeamSearchParams) -> bool:
+        """Whether it can run alone: a search needs rows for all its beams, and their own blocks for each."""
+        size, max_len = self.llm.config.block_size, self.llm.config.max_model_len
+        most = -(-(min(num_tokens + params.max_tokens, max_len) - 1) // size)
+        if isinstance(params, BeamSearchParams):
+            if params.width > self.engine.scheduler.max_running:
+                return False
+            most += (params.width - 1) * (most - num_tokens // size)
+        return most <= self.usable and num_tokens < max_len
 
     def step(self) -> None:
         for output in self.llm.step():
@@ -137,48 +140,83 @@ class Driver:
             block_table.check(table, [*cached, *ledger.drops])
 
     def check(self, output: RequestOutput) -> None:
-        params = self.params[output.request_id]
+        params, samples = self.params[output.request_id], self.samples[output.request_id]
+        assert [sample.index for sample in output.outputs] == list(range(len(samples)))
+        if isinstance(params, BeamSearchParams):
+            self.check_search(output, params, samples[0])
+            return
         prompt = output.prompt_token_ids
-        aborted = any(sample.finish_reason == "abort" for sample in output.outputs)
-        assert [sample.index for sample in output.outputs] == list(range(params.n))
-        for sample, seed in zip(output.outputs, self.seeds[output.request_id], strict=True):
-            oracle = mock_model.Oracle(prompt, params, seed=seed, index=sample.index, end_ids=END_IDS)
-            self.num_doubtful += oracle.check(sample)
-            self.num_tokens += len(sample.token_ids)
-        found = output.prompt_logprobs
+        for found, sample in zip(output.outputs, samples, strict=True):
+            oracle = mock_model.Oracle(prompt, params, seed=sample.seed, index=sample.index, end_ids=END_IDS)
+            logits = self.history.drawn_from(sample, len(prompt), prompt + found.token_ids)
+            assert len(self.history.draws[sample]) == len(found.token_ids)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(mock_model, "raw_logits", lambda tokens, logits=logits: logits)
+                self.num_doubtful += oracle.check(found)
+            self.num_tokens += len(found.token_ids)
+        self.check_prompt_logprobs(output, params, samples[0])
+
+    def check_prompt_logprobs(self, output: RequestOutput, params: SamplingParams, sample: Sample) -> None:
+        found, prompt = output.prompt_logprobs, output.prompt_token_ids
+        assert (found is None) == (params.prompt_logprobs is None)
         if found is not None:
-            assert params.prompt_logprobs is not None
+            aborted = any(sample.finish_reason == "abort" for sample in output.outputs)
             assert found[0] is None
             assert aborted or len(found) == len(prompt)
-            following = prompt[1 : len(found)]
-            mock_model.check_logprobs(found[1:], params.prompt_logprobs, mock_model.raw_logits(prompt)[:-1], following)
-        else:
-            assert params.prompt_logprobs is None
+            logits = self.history.scored_from(sample, prompt)
+            assert len(logits) == len(found) - 1
+            mock_model.check_logprobs(found[1:], params.prompt_logprobs, logits, prompt[1 : len(found)])
+
+    def check_search(self, output: RequestOutput, params: BeamSearchParams, first: Sample) -> None:
+        """Its beams go on together, so that all have K and V of the same weights, and logits of their last token's."""
+        prompt, kv, raw_logits = output.prompt_token_ids, self.history.kv.get(first, []), mock_model.raw_logits
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mock_model, "raw_logits", lambda ids: raw_logits(ids, kv[: len(ids)], kv[len(ids) - 1]))
+            for found in output.outputs:
+                tokens = prompt + found.token_ids
+                logits = [mock_model.raw_logits(tokens[:place])[-1] for place in range(len(prompt), len(tokens))]
+                logits = np.reshape(logits, (-1, mock_model.VOCAB))
+                mock_model.check_logprobs(found.logprobs, 0, logits, found.token_ids)
+                total = sum(entry[token] for entry, token in zip(found.logprobs or (), found.token_ids, strict=True))
+                assert found.cumulative_logprob == pytest.approx(total)
+            if output.outputs[0].finish_reason == "abort":
+                return
+            expected = [ids for _, ids in test_beam_search.search(prompt, params, END_IDS)]
+        assert [found.token_ids for found in output.outputs] == expected
+        reasons = ["stop" if ids[-1] in END_IDS else "length" for ids in expected]
+        assert [found.finish_reason for found in output.outputs] == reasons
 
 
 class Starts:
     """Counts how sequences start, from the plans."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-        self.hits = self.forks = self.drops = 0
+        self.hits = self.forks = self.beams = self.drops = 0
         self._schedule = llm._engine.scheduler.schedule
         monkeypatch.setattr(llm._engine.scheduler, "schedule", self._count)
 
     def _count(self) -> StepPlan:
         plan = self._schedule()
         self.hits += sum(bool(admission.block_ids) for admission in plan.admits)
-        self.forks += sum(admission.parent is not None for admission in plan.admits)
+        forks = [admission.sequence.request for admission in plan.admits if admission.parent is not None]
+        self.forks += sum(request.beams is None for request in forks)
+        self.beams += sum(request.beams is not None for request in forks)
         self.drops += len(plan.drops)
         return plan
 
 
 def drive(
-    monkeypatch: pytest.MonkeyPatch, llm: LLM, seed: int, paces: Sequence[tuple[int, int]], requests: int
-) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+    llm: LLM,
+    seed: int,
+    paces: Sequence[tuple[int, int]],
+    requests: int,
+    **shares: Any,
+) -> Driver:
     """Runs that many requests at each pace: tokens a step, inner steps."""
     monkeypatch.setattr(llm._maker, "end_ids", frozenset(END_IDS))
     starts = Starts(monkeypatch, llm)
-    driver = Driver(llm, seed)
+    driver = Driver(WeightHistory(monkeypatch, llm), seed, **{"change": 0.02, "search": 0.15} | shares)
     before = llm.stats().num_preemptions
     for budget, decode_steps in paces:
         mock_engine.pace(llm, budget=budget, decode_steps=decode_steps)
@@ -198,7 +236,10 @@ def drive(
         assert (starts.hits, starts.drops, sum(cached)) == (0, 0, 0)
     # Of blocks of one token the cache has all that a fork could share.
     forks = not llm.config.enable_prefix_caching or llm.config.block_size > 1
-    assert starts.forks > len(cached) // 20 if forks else starts.forks == 0
+    num_sampled = sum(isinstance(params, SamplingParams) for params in driver.params.values())
+    assert starts.forks > num_sampled // 40 if forks else starts.forks == 0
+    assert starts.beams > len(cached) // 4
+    return driver
 
 
 def test_random_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,3 +263,36 @@ def test_many_random_requests(
     )
     paces = [(budget, 1), (max(budget // 2, 4), 8), (budget, 8)]
     drive(monkeypatch, llm, block_size, paces, 240 if caching else 80)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("requests", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_other_weights_while_requests_run(monkeypatch: pytest.MonkeyPatch, caching: bool, requests: int) -> None:
+    """Beams and samples that keep older K and V, or are computed anew, are exactly what that gives."""
+    llm = mock_engine.engine() if caching else mock_engine.engine(enable_prefix_caching=False)
+    try:
+        driver = drive(monkeypatch, llm, requests, [(7, 1), (32, 8)], requests, salts=range(4), change=0.15, search=0.4)
+    finally:
+        llm.update_params({"salt": jnp.float32(0)}, running="recompute")
+    changed = [
+        isinstance(params, BeamSearchParams)
+        for request_id, params in driver.params.items()
+        if any(driver.history.has_changed(sample) for sample in driver.samples[request_id])
+    ]
+    assert sum(changed) > requests // 20  # searches
+    assert len(changed) - sum(changed) > requests // 10
+
+
+def test_beams_that_start_with_older_kv_publish_nothing() -> None:
+    """Weights change between prompt and first fork: beams that get their rows under the new ones have old K/V."""
+    llm = mock_engine.engine()
+    try:
+        llm.update_params({"salt": jnp.float32(0)})  # empties the cache
+        llm._engine.add(llm._maker.searched("a", None, [*range(5)], BeamSearchParams(width=3, max_tokens=8)))
+        llm.step()
+        llm.update_params({"salt": jnp.float32(3)}, running="keep")
+        mock_engine.finish(llm)
+        assert llm.stats().num_cached_blocks == 0
+    finally:
+        llm.update_params({"salt": jnp.float32(0)}, running="recompute")
+    llm.audit()

@@ -85,3 +85,17 @@ def test_the_first_sample_is_aborted_while_its_siblings_are_held() -> None:
     loop.run()
     assert_alone(others)
     assert loop.device.num_computed == 16 + 39 + 2 * 10
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_sample_does_not_fork_what_older_weights_have_computed(caching: bool) -> None:
+    loop = Loop(enable_prefix_caching=caching, max_num_seqs=2)
+    first, second, third = loop.add_samples([*PREFIX, 1], 3, max_tokens=20)
+    for _ in range(3):
+        loop.step()
+    loop.change_weights(recompute=False)
+    loop.abort(second)
+    (admission,) = loop.step().admits
+    assert (admission.sequence, admission.parent, admission.num_tokens) == (third, None, 0)
+    loop.run()
+    assert_alone([first, third])

@@ -49,6 +49,8 @@ class Driver:
             self.abort_any()
             if changes_weights and rng.random() < 0.05:
                 loop.change_weights(recompute=rng.random() < 0.5)
+            if rng.random() < 0.1:
+                loop.defragment()
             loop.step()
         loop.during = lambda: None
         # A step each token, and one for every time that somebody is held until a prefix is there.

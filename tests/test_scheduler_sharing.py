@@ -243,6 +243,21 @@ def test_a_row_ended_by_the_host_publishes_only_what_the_host_knows() -> None:
     assert len(loop.device.retained) == sequence.num_tokens // 4 < 3
 
 
+def test_a_cached_prefix_behind_the_window_need_not_be_woken() -> None:
+    """Woken as well, the prefix and what the prompt still needs would be more than the pool."""
+    loop = Loop(
+        num_blocks=14, block_size=1, window=2, max_num_batched_tokens=9, max_model_len=37, enable_prefix_caching=True
+    )
+    for prompt in ([1, 2, 3, 4, 5, 6], [9] * 7):
+        loop.add(prompt, max_tokens=1)
+        loop.run()
+    assert (loop.ledger.num_free_blocks, loop.ledger.num_idle_blocks) == (0, 13)
+    sequence = loop.add([1, 2, 3, 4, 5, *range(7, 17)], max_tokens=1)
+    loop.step()
+    assert sequence.request.num_cached_tokens == 5
+    loop.run()
+
+
 def test_an_interrupt_while_sequences_are_held_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(enable_prefix_caching=True)
     sequences = [loop.add([1] * 12 + [name]) for name in (2, 3, 4)]
