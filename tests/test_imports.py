@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -22,7 +24,6 @@ WITHOUT_JAX = [
     "prefix_cache",
     "plan",
     "outputs",
-    "capacity",
     "engine_config",
     "text",
 ]
@@ -109,3 +110,18 @@ def test_only_the_public_face_imports_the_engine() -> None:
     for path in sorted((ROOT / "pagedjax").rglob("*.py")):
         if path.name not in ("llm.py", "outbox.py", "__init__.py"):
             assert "pagedjax.engine" not in imports(path), path
+
+
+def test_planning_needs_no_jax(tmp_path: pathlib.Path) -> None:
+    """As it runs, with what it imports when it is needed; `reaches` would count the reader of GGUF files."""
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 8, "vocab_size": 8}))
+    program = f"""
+import sys
+import pagedjax.capacity
+assert "LLM" in dir(pagedjax), dir(pagedjax)
+print(pagedjax.capacity.plan({str(tmp_path)!r}, "H100", dtype="float16", trace=[(5, 5)]))
+found = {{"jax", "jaxlib", "flax"}} & set(sys.modules)
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=ROOT, check=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import tqdm
 
@@ -68,9 +67,7 @@ def load(
     places = layout.places(config, NAMES)
     shapes = {name: file.shape(name) for name in file.tensors if name not in IGNORED_TENSORS}
     layout.check(places, shapes, str(file.path))
-    if dtype is None:
-        dtype = jnp.bfloat16 if _is_bfloat16(file) else jnp.float32
-    dtype = float_dtype(dtype)
+    dtype = float_dtype(default_dtype(file) if dtype is None else dtype)
     params = layout.allocate(places, dtype)
     permuted = config.family in PERMUTED_ARCHITECTURES
     bar = tqdm.tqdm(
@@ -105,5 +102,7 @@ def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _is_bfloat16(file: GGUFFile) -> bool:
-    return all(file.type_name(name) == "BF16" for name in file.tensors if len(file.shape(name)) == 2)
+def default_dtype(file: GGUFFile) -> str:
+    """What the parameters become where no dtype is asked for."""
+    matrices = (name for name in file.tensors if len(file.shape(name)) == 2)
+    return "bfloat16" if all(file.type_name(name) == "BF16" for name in matrices) else "float32"

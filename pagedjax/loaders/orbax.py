@@ -143,6 +143,17 @@ def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
         raise ValueError(f"{path} does not hold a configuration this version of pagedjax knows: {error}") from error
 
 
+def read_dtype(folder: str | os.PathLike[str]) -> str:
+    """The widest dtype among the arrays of a checkpoint, from their metadata.
+
+    Raises:
+        ValueError: they can't be read.
+    """
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        saved = flatten(_saved_tree(checkpointer, pathlib.Path(folder).absolute() / PARAMS_FOLDER))
+    return max((np.dtype(leaf.dtype) for leaf in saved.values()), key=lambda dtype: dtype.itemsize).name
+
+
 def _saved_tree(checkpointer: ocp.PyTreeCheckpointer, folder: pathlib.Path) -> dict[str, Any]:
     """The metadata of every saved array, nested as the parameters are."""
     try:

@@ -1,6 +1,6 @@
 """The parameter tree as data: the name and shape of every array a `ModelConfig` needs.
 
-What the checkpoint format checks against.
+What the checkpoint format checks against, and what weights are counted with before there are any. Imports no jax.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
 from pagedjax.config import ModelConfig
@@ -67,7 +67,7 @@ def map_shapes(make: Callable[[tuple[int, ...]], Any], shapes: dict[str, Any]) -
 def float_dtype(dtype: Any) -> np.dtype:
     """`dtype` (a name or a type) as a NumPy dtype; a ValueError unless it is one that parameters can have."""
     try:
-        found = jnp.dtype(dtype)
+        found = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"dtype {dtype!r} is not a dtype; parameters can be {', '.join(PARAM_DTYPES)}") from error
     if found.name not in PARAM_DTYPES:
