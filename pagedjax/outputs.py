@@ -24,6 +24,9 @@ class CompletionOutput:
         cumulative_logprob: the sum over the sampled tokens, or None where no logprobs were asked for.
         finish_reason: "stop" (an end token, stop token or stop string), "length", "abort", "error"; None while running.
         stop_reason: the stop string or stop token id that ended it; None for end tokens of the model and other reasons.
+        sampled_logprobs: per token, under the processed distribution that it was drawn from, or None.
+        weights_versions: per token, of the weights that drew it (`LLM.weights_version`); empty for a beam search.
+        kept_masses: per token, the probability that top_k, top_p and min_p kept of it before renormalising, or None.
     """
 
     index: int
@@ -33,6 +36,9 @@ class CompletionOutput:
     cumulative_logprob: float | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    sampled_logprobs: list[float] | None = None
+    kept_masses: list[float] | None = None
+    weights_versions: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +81,8 @@ class RequestOutput:
         outputs: one CompletionOutput a sample.
         num_cached_tokens: prompt tokens that were found in the prefix cache.
         metrics: times.
+        scores: of the continuations, once all are known, where the request was to score them (`LLM.score` returns
+            them; of a request that `LLM.load_state` has brought they come out here).
         finished: whether every sample has ended.
     """
 
@@ -85,6 +93,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     metrics: RequestMetrics
+    scores: list[Score] | None = None
 
     @property
     def finished(self) -> bool:

@@ -41,6 +41,7 @@ class RowSampling:
     bias_ids: jax.Array  # i32[S, B]; padded with NO_TOKEN
     bias_values: jax.Array  # f32[S, B]
     num_logprobs: jax.Array  # i32[S]; NO_LOGPROBS, or how many alternatives
+    sampled_logprobs: jax.Array  # bool[S]; whether the draw's own log-probability is wanted
 
     @classmethod
     def zeros(cls, num_rows: int) -> RowSampling:
@@ -113,6 +114,7 @@ def row_values(params: SamplingParams, *, seed: int, sample_index: int, stop_ids
         "bias_ids": _padded(list(bias), MAX_LOGIT_BIAS, NO_TOKEN, np.int32),
         "bias_values": _padded([_float32(value) for value in bias.values()], MAX_LOGIT_BIAS, 0, np.float32),
         "num_logprobs": np.int32(NO_LOGPROBS if params.logprobs is None else params.logprobs),
+        "sampled_logprobs": np.bool_(params.sampled_logprobs),
     }
     return RowSampling(**values)
 

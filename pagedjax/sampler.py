@@ -5,7 +5,7 @@ A row's token is the argmax of (processed logits / temperature + Gumbel noise of
 row by its own logits and parameters only, so that batch mates never change a draw:
 
 - greedy: the argmax.
-- narrow: the cut falls within the NARROW most likely tokens; only those get noise.
+- narrow: the cut falls within the `cuts.NARROW` most likely tokens; only those get noise.
 - wide: the whole vocabulary gets noise, a few rows at a time. A cut is not searched for: the draw's winner is kept
   if the probability of the tokens ahead of it is below top_p (and so on); otherwise all it is ahead of is discarded
   with it and the next winner is tried. That is the same token a sort would give, at one sum per try.
@@ -13,22 +13,19 @@ row by its own logits and parameters only, so that batch mates never change a dr
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax.cuts import MIN_TEMPERATURE, Rows, narrow_cut, top_k_mass
 from pagedjax.logit_rules import apply_rules, clean, needs_rules
-from pagedjax.prng import draw_keys, gumbel
+from pagedjax.prng import gumbel
 from pagedjax.row_sampling import RowSampling
-from pagedjax.vocab_tiles import argmax, pad_vocab, tile_maxima, top_k
+from pagedjax.vocab_tiles import argmax, pad_vocab, tile_maxima
 
 # Dimensions: S sample rows, R history rows, M history length, V token ids, P padded vocabulary, C vocabulary tiles,
 # K = NARROW candidates, G rows of a wide group.
 
-MIN_TEMPERATURE = 1e-5  # below this a row is greedy
-NARROW = 64  # candidates of the narrow path
 WIDE_ROWS = 8  # rows of the wide path at a time
 
 
@@ -79,57 +76,14 @@ def sample(
         greedy_ids = argmax(processed, new_maxima)
         return lax.cond(
             jnp.any(random),
-            lambda: _draw(_Rows.create(processed, new_maxima, rows, positions), random, greedy_ids),
+            lambda: _draw(Rows.create(processed, new_maxima, rows, positions), random, greedy_ids),
             lambda: greedy_ids,
         )
 
     return lax.cond(invalid | ruled | jnp.any(random), draw, lambda: argmax(x, maxima))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """What the draw needs of each row."""
-
-    x: jax.Array  # f32[S, P], processed logits; no NaN
-    maxima: jax.Array  # f32[S, C]
-    peak: jax.Array  # f32[S, 1], the largest logit (0 where there is none)
-    temperature: jax.Array  # f32[S, 1], above 0
-    top_k: jax.Array  # i32[S, 1], P or more where off
-    top_p: jax.Array  # f32[S, 1]; +inf where off
-    log_min_p: jax.Array  # f32[S, 1]; -inf where off
-    keys: jax.Array  # u32[S, 2]
-
-    @classmethod
-    def create(cls, x: jax.Array, maxima: jax.Array, rows: RowSampling, positions: jax.Array) -> _Rows:
-        peak = jnp.max(maxima, axis=-1, keepdims=True)
-        everything = jnp.int32(x.shape[1])
-        return cls(
-            x=x,
-            maxima=maxima,
-            peak=jnp.where(peak > -jnp.inf, peak, jnp.float32(0)),
-            temperature=jnp.where(rows.temperature < MIN_TEMPERATURE, jnp.float32(1), rows.temperature)[:, None],
-            top_k=jnp.where(rows.top_k > 0, rows.top_k, everything)[:, None],
-            top_p=jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)[:, None],
-            log_min_p=jnp.log(rows.min_p)[:, None],
-            keys=draw_keys(rows.seed, rows.sample_index, positions),
-        )
-
-    def take(self, lines: jax.Array) -> _Rows:
-        return jax.tree.map(lambda leaf: jnp.take(leaf, lines, axis=0, mode="clip"), self)
-
-    def scale(self, values: jax.Array) -> jax.Array:
-        """Logits with the peak at 0, over temperature: [S, N] -> [S, N]."""
-        return (values - self.peak) / self.temperature
-
-    @property
-    def cut(self) -> jax.Array:
-        """bool[S]: whether the row can lose tokens before the draw."""
-        off = (self.top_k >= self.x.shape[1]) & (self.top_p == jnp.inf) & (self.log_min_p == -jnp.inf)
-        return ~off[:, 0]
-
-
-def _draw(rows: _Rows, random: jax.Array, greedy_ids: jax.Array) -> jax.Array:
+def _draw(rows: Rows, random: jax.Array, greedy_ids: jax.Array) -> jax.Array:
     """Token ids i32[S]: drawn for the `random` rows bool[S], greedy for the others."""
     cut = random & rows.cut
     ids, decided = lax.cond(jnp.any(cut), lambda: _draw_narrow(rows, cut), lambda: (greedy_ids, cut))
@@ -137,34 +91,15 @@ def _draw(rows: _Rows, random: jax.Array, greedy_ids: jax.Array) -> jax.Array:
     return _draw_wide(rows, random & ~decided, jnp.where(decided, ids, greedy_ids))
 
 
-def _draw_narrow(rows: _Rows, cut: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _draw_narrow(rows: Rows, cut: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Token ids i32[S], and bool[S]: whether the cut falls within the candidates, so that the id is the draw."""
-    values, ids = top_k(rows.x, rows.maxima, NARROW)  # [S, K]
-    scaled = rows.scale(values)
-    weights = jnp.exp(scaled)  # the most likely token has 1
-    reached = jnp.cumsum(weights, axis=-1)  # [S, K]
-    ahead = jnp.pad(reached[:, :-1], ((0, 0), (1, 0)))
-    within_k = rows.top_k <= NARROW
-    full_mass = lax.cond(
-        jnp.any(cut[:, None] & ~within_k & (rows.top_p < jnp.inf)),
-        lambda: jnp.sum(jnp.exp(rows.scale(rows.x)), axis=-1, keepdims=True),
-        lambda: reached[:, -1:],
-    )
-    top_k_mass = jnp.take_along_axis(reached, jnp.clip(rows.top_k, 1, NARROW) - 1, axis=-1)
-    # Between K and P the mass of the top k is not known here, and top_p is left to the wide path.
-    known = within_k | (rows.top_k >= rows.x.shape[1]) | (rows.top_p == jnp.inf)
-    limit = jnp.where(known, rows.top_p * jnp.where(within_k, top_k_mass, full_mass), jnp.inf)
-
-    place = jnp.arange(NARROW, dtype=jnp.int32)[None]
-    keep = (place == 0) | ((place < rows.top_k) & (ahead < limit) & (scaled >= rows.log_min_p))
-    last = slice(NARROW - 1, NARROW)
-    decided = within_k | (reached[:, last] >= limit) | ((scaled[:, last] < rows.log_min_p) & known)
+    ids, scaled, keep, decided = narrow_cut(rows, cut)
     perturbed = jnp.where(keep, scaled + gumbel(rows.keys, ids), -jnp.inf)
     winners = perturbed == jnp.max(perturbed, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(winners, ids, jnp.iinfo(jnp.int32).max), axis=-1), decided[:, 0]
+    return jnp.min(jnp.where(winners, ids, jnp.iinfo(jnp.int32).max), axis=-1), decided
 
 
-def _draw_wide(rows: _Rows, wide: jax.Array, ids: jax.Array) -> jax.Array:
+def _draw_wide(rows: Rows, wide: jax.Array, ids: jax.Array) -> jax.Array:
     """Draws the `wide` rows bool[S] over the whole vocabulary, and leaves the other rows' ids i32[S]."""
     num_rows = wide.shape[0]
     group_size = min(WIDE_ROWS, num_rows)
@@ -180,7 +115,7 @@ def _draw_wide(rows: _Rows, wide: jax.Array, ids: jax.Array) -> jax.Array:
     return lax.fori_loop(jnp.int32(0), num_groups, draw_group, ids)
 
 
-def _draw_group(rows: _Rows, wanted: jax.Array) -> jax.Array:
+def _draw_group(rows: Rows, wanted: jax.Array) -> jax.Array:
     """Token ids i32[G] of a group; a row that is not `wanted` bool[G] gets some id."""
     ids = jnp.arange(rows.x.shape[1], dtype=jnp.int32)
     # The barrier keeps the noise out of the reduction's loop: fused, XLA's CPU backend computes it unvectorised.
@@ -190,7 +125,7 @@ def _draw_group(rows: _Rows, wanted: jax.Array) -> jax.Array:
     return lax.cond(jnp.any(cut), lambda: _first_kept(rows, perturbed, winner, ~cut), lambda: winner)
 
 
-def _first_kept(rows: _Rows, perturbed: jax.Array, winner: jax.Array, done: jax.Array) -> jax.Array:
+def _first_kept(rows: Rows, perturbed: jax.Array, winner: jax.Array, done: jax.Array) -> jax.Array:
     """The winner i32[G] among the tokens the cut keeps; rows already `done` bool[G] keep theirs.
 
     Each rejected winner takes all tokens behind it along, so the number of tries grows with log(1 / kept probability).
@@ -200,7 +135,7 @@ def _first_kept(rows: _Rows, perturbed: jax.Array, winner: jax.Array, done: jax.
     full_mass = jnp.sum(weights, axis=-1, keepdims=True)
     some_k = (rows.top_k < rows.x.shape[1]) & (rows.top_p < jnp.inf)
     mass = lax.cond(
-        jnp.any(some_k), lambda: jnp.where(some_k, _top_k_mass(weights, rows.top_k), full_mass), lambda: full_mass
+        jnp.any(some_k), lambda: jnp.where(some_k, top_k_mass(weights, rows.top_k), full_mass), lambda: full_mass
     )
 
     State = tuple[jax.Array, jax.Array, jax.Array]
@@ -218,32 +153,3 @@ def _first_kept(rows: _Rows, perturbed: jax.Array, winner: jax.Array, done: jax.
         return perturbed, jnp.where(done, winner, argmax(perturbed, tile_maxima(perturbed))), done
 
     return lax.while_loop(lambda state: ~jnp.all(state[2]), judge, (perturbed, winner, done))[1]
-
-
-def _top_k_mass(weights: jax.Array, k: jax.Array) -> jax.Array:
-    """Sum of each row's k largest weights.
-
-    The k-th largest is found by bisection on the bits: non-negative floats are ordered as their bit patterns are.
-
-    Args:
-        weights: f32[G, P], in [0, 1].
-        k: i32[G, 1].
-
-    Returns:
-        f32[G, 1].
-    """
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        above = weights > lax.bitcast_convert_type(middle, jnp.float32)
-        enough = jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32) >= k
-        return jnp.where(enough, middle + 1, low), jnp.where(enough, high, middle)
-
-    one = lax.bitcast_convert_type(jnp.ones_like(k, jnp.float32), jnp.int32)
-    low, _ = lax.fori_loop(0, 30, halve, (jnp.zeros_like(k), one))  # 30 bits: the pattern of 1.0 is below 2**30
-    kth = lax.bitcast_convert_type(low, jnp.float32)
-    above = weights > kth
-    num_above = jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    mass_above = jnp.sum(jnp.where(above, weights, jnp.float32(0)), axis=-1, keepdims=True)
-    return mass_above + (k - num_above).astype(jnp.float32) * kth

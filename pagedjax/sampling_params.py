@@ -47,6 +47,8 @@ class SamplingParams:
         logprobs: Alternatives per generated token whose log-probabilities are returned, 0 for only the token itself,
             None for nothing. The basis is the raw logits, before bias, penalties and temperature.
         prompt_logprobs: The same for the prompt's tokens.
+        sampled_logprobs: Whether the log-probability of each generated token under the processed distribution that it
+            was drawn from is returned, and how much probability the cuts had kept of it.
         logit_bias: Added to the logits, token id to bias.
         cache_salt: Only requests with the same salt share cached blocks.
 
@@ -72,6 +74,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    sampled_logprobs: bool = False
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     cache_salt: str | None = None
 
@@ -96,7 +99,7 @@ class SamplingParams:
             )
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "sampled_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
         for name in ("logprobs", "prompt_logprobs"):

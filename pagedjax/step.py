@@ -18,6 +18,7 @@ F blocks that can become full.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -28,11 +29,13 @@ from pagedjax import block_table
 from pagedjax.batch import Batch, make_batch
 from pagedjax.block_table import BlockTable
 from pagedjax.config import ModelConfig
+from pagedjax.head_sharding import HeadSharding
 from pagedjax.logprobs import TokenLogprobs, token_logprobs
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, RUNNING, STOPPED
 from pagedjax.row_sampling import NO_LOGPROBS
 from pagedjax.row_state import RowState
 from pagedjax.sample_slots import SampleSlots, every_place, last_places
+from pagedjax.sampled_logprobs import SampledLogprobs, sampled_logprobs
 from pagedjax.sampler import sample
 from pagedjax.sampling_params import MAX_LOGPROBS
 from pagedjax.speculation import keep, propose
@@ -50,12 +53,24 @@ class EngineState:
 
     @staticmethod
     def zeros(
-        model: ModelConfig, *, num_blocks: int, block_size: int, kv_dtype: Any, max_num_seqs: int, max_model_len: int
+        model: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: Any,
+        max_num_seqs: int,
+        max_model_len: int,
+        heads: HeadSharding | None = None,
     ) -> EngineState:
         """An empty pool of `num_blocks` blocks (the null block included), and `max_num_seqs` rows at rest."""
+        make_pool = functools.partial(KVPages.zeros, num_kv_heads=model.num_kv_heads) if heads is None else heads.zeros
         return EngineState(
-            kv_pages=KVPages.zeros(
-                model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, kv_dtype
+            kv_pages=make_pool(
+                num_layers=model.num_layers,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                head_dim=model.head_dim,
+                dtype=kv_dtype,
             ),
             table=block_table.create(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size)),
             rows=RowState.zeros(max_num_seqs, max_model_len),
@@ -72,17 +87,23 @@ class DeviceResult:
 
     packed: jax.Array  # i32[2 * L * R + R + 4 + F]: tokens [L, R], finish [L, R], seq_lens [R], the counts, filled [F]
     sampled: TokenLogprobs  # [L, R], of the sampled tokens
+    drawn: SampledLogprobs  # [L, R], of the same under the distribution they were drawn from
     prompt: TokenLogprobs  # [T], of the token that follows each computed one
+
+    def lines(self, num_lines: int, num_rows: int) -> jax.Array:
+        """i32[2, L, R]: the tokens, and whether they end their rows."""
+        return self.packed[: 2 * num_lines * num_rows].reshape(2, num_lines, num_rows)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Samples:
-    """The loop's output buffers, written one inner step, 1 + k lines, at a time."""
+    """What an inner step draws, [S], and the loop's buffers of it, [L, R], written 1 + k lines at a time."""
 
-    tokens: jax.Array  # i32[L, R]
-    finish: jax.Array  # i32[L, R]
-    logprobs: TokenLogprobs  # [L, R]
+    tokens: jax.Array  # i32
+    finish: jax.Array  # i32
+    logprobs: TokenLogprobs
+    drawn: SampledLogprobs
 
 
 def step(
@@ -129,9 +150,7 @@ def step(
 
     def goes_on_somewhere(carry: Carry) -> jax.Array:
         index, state = carry[:2]
-        if not max_proposals:
-            return index < num_steps
-        return (index < num_steps) & jnp.any(goes_on(state.rows))  # accepted tokens may end the rows early
+        return (index < num_steps) & jnp.any(goes_on(state.rows))
 
     def inner(carry: Carry) -> Carry:
         index, state, samples, prompt, num_proposed, ok = carry
@@ -155,19 +174,20 @@ def step(
             ready = (counts > 0) & (table.seq_lens == rows.num_tokens)
             slots = last_places(batch, ready, rows.num_tokens, index)
         head_rows = min(num_tokens, num_rows) if batch_invariant else slots.rows.shape[0]
-        token_ids, finish, logprobs = _draw(model, hidden, rows, slots, num_vocab_tokens, head_rows)
+        drawn = _draw(model, hidden, rows, slots, num_vocab_tokens, head_rows)
         if max_proposals:
-            slots = keep(slots, token_ids, finish == RUNNING, rows, batch)
-        rows = _advance(rows, slots, token_ids, finish)
+            slots = keep(slots, drawn.tokens, drawn.finish == RUNNING, rows, batch)
+        rows = _advance(rows, slots, drawn.tokens, drawn.finish)
         if max_proposals:  # K/V of the new last token is not there, as in any step
             table = block_table.truncate(table, jnp.where(counts > 0, rows.num_tokens - 1, table.seq_lens))
-        samples = _record(samples, slots, _Samples(token_ids, finish, logprobs))
+        samples = _record(samples, slots, drawn)
         return index + 1, EngineState(kv_pages, table, rows), samples, prompt, num_proposed, ok & fits
 
     samples = _Samples(
         tokens=jnp.full((num_lines, num_rows), NO_TOKEN, jnp.int32),
         finish=jnp.full((num_lines, num_rows), RUNNING, jnp.int32),
         logprobs=_no_logprobs(num_lines, num_rows),
+        drawn=SampledLogprobs.none(num_lines, num_rows),
     )
     carry = (jnp.int32(0), state, samples, _no_logprobs(num_tokens), jnp.int32(0), jnp.bool_(True))
     seq_lens = state.table.seq_lens
@@ -183,7 +203,7 @@ def step(
     counts = jnp.stack([table.num_free_blocks, ok.astype(jnp.int32), num_filled, num_proposed])
     packed = jnp.concatenate([samples.tokens.ravel(), samples.finish.ravel(), table.seq_lens, counts, filled])
     state = dataclasses.replace(state, table=table)
-    return state, DeviceResult(packed, samples.logprobs, prompt)
+    return state, DeviceResult(packed, samples.logprobs, samples.drawn, prompt)
 
 
 def _filled(
@@ -216,28 +236,22 @@ def _no_logprobs(*shape: int) -> TokenLogprobs:
 
 def _draw(
     model: Any, hidden: jax.Array, rows: RowState, slots: SampleSlots, num_vocab_tokens: int, head_rows: int
-) -> tuple[jax.Array, jax.Array, TokenLogprobs]:
-    """Token ids i32[S]; i32[S], whether each would end its row; and logprobs [S]."""
+) -> _Samples:
+    """What is drawn, [S]; `finish` is whether each token would end its row."""
     num_rows = rows.num_tokens.shape[0]
     row = jnp.minimum(slots.rows, num_rows - 1)
     logits = _logits(model, hidden[slots.places], head_rows)  # [S, V]
     sampling = rows.sampling.gather(row).keep(slots.rows < num_rows)  # surplus slots ask for nothing
-    token_ids = sample(
-        logits,
-        sampling,
-        slots.positions,
-        rows.tokens,
-        rows.prompt_len[row],
-        num_vocab_tokens=num_vocab_tokens,
-        token_rows=row,
-    )
+    history = (slots.positions, rows.tokens, rows.prompt_len[row])
+    token_ids = sample(logits, sampling, *history, num_vocab_tokens=num_vocab_tokens, token_rows=row)
+    drawn = sampled_logprobs(logits, sampling, *history, token_ids, num_vocab_tokens=num_vocab_tokens, token_rows=row)
     logprobs = token_logprobs(logits, token_ids, sampling.num_logprobs, num_vocab_tokens=num_vocab_tokens)
 
     # Stop ids are masked until min_tokens, so one that is drawn counts.
     is_stop = jnp.any(token_ids[:, None] == sampling.stop_ids, axis=1)
     at_end = slots.positions + 1 >= rows.end_len[row]
     finish = jnp.where(is_stop, STOPPED, jnp.where(at_end, AT_LENGTH, RUNNING)).astype(jnp.int32)
-    return token_ids, finish, logprobs
+    return _Samples(token_ids, finish, logprobs, drawn)
 
 
 def _logits(model: Any, hidden: jax.Array, head_rows: int) -> jax.Array:

@@ -288,7 +288,7 @@ def test_both_paths_draw_the_same() -> None:
     @jax.jit
     def paths(x: jax.Array, rows: RowSampling, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = sampler.pad_vocab(x, V)
-        lines = sampler._Rows.create(x, sampler.tile_maxima(x), rows, positions)
+        lines = sampler.Rows.create(x, sampler.tile_maxima(x), rows, positions)
         everyone = jnp.ones(S, bool)
         return *sampler._draw_narrow(lines, everyone), sampler._draw_group(lines, everyone)
 
