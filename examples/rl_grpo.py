@@ -139,6 +139,7 @@ def train(options: argparse.Namespace) -> list[float]:
             max_num_seqs=num_rows,
             max_num_batched_tokens=num_rows,
             num_blocks=num_rows * 4 + 1,
+            batch_invariant=True,  # one step program: of a model this small, empty places cost less than compiling more
             strict_compile=True,
         )
         llm.warmup()

@@ -8,6 +8,7 @@ Dimensions: B batch, T tokens, Hq query heads, Hkv KV heads, G = Hq / Hkv, D hea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,20 +69,37 @@ def paged(batch: Batch, layer: jax.Array, window: jax.Array | None, implementati
         `attend(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], kv_pages) -> (out [T, Hq, D], kv_pages)`.
     """
 
+    function = functools.partial(_write_and_attend, implementation=implementation)
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: KVPages) -> tuple[jax.Array, KVPages]:
-        kv_pages = pallas_kernels.write_kv(kv_pages, layer, k, v, batch.slot_mapping)
-        out = pallas_kernels.paged_attention(
-            q,
-            kv_pages,
-            batch.block_tables,
-            batch.seq_lens,
-            batch.query_start_loc,
-            layer=layer,
-            sliding_window=window,
-            max_query_len=batch.max_query_len,
-            implementation=implementation,  # type: ignore[arg-type]  # EngineConfig has checked it
-        )
-        assert isinstance(out, jax.Array)  # without an LSE
-        return out, kv_pages
+        arguments = (q, k, v, kv_pages, batch, layer, window)
+        return function(*arguments) if batch.heads is None else batch.heads.attend(function, *arguments)
 
     return attend
+
+
+def _write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: KVPages,
+    batch: Batch,
+    layer: jax.Array,
+    window: jax.Array | None,
+    *,
+    implementation: str | None,
+) -> tuple[jax.Array, KVPages]:
+    kv_pages = pallas_kernels.write_kv(kv_pages, layer, k, v, batch.slot_mapping)
+    out = pallas_kernels.paged_attention(
+        q,
+        kv_pages,
+        batch.block_tables,
+        batch.seq_lens,
+        batch.query_start_loc,
+        layer=layer,
+        sliding_window=window,
+        max_query_len=batch.max_query_len,
+        implementation=implementation,  # type: ignore[arg-type]  # EngineConfig has checked it
+    )
+    assert isinstance(out, jax.Array)  # without an LSE
+    return out, kv_pages

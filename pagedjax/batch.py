@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.block_table import BlockTable
+from pagedjax.head_sharding import HeadSharding
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +33,7 @@ class Batch:
     seq_lens: jax.Array  # i32[R] tokens with K/V, this step's included
     query_start_loc: jax.Array  # i32[R + 1] first place of each row
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+    heads: HeadSharding | None = dataclasses.field(default=None, metadata={"static": True})  # None: on one device
 
     def by_token(self) -> Batch:
         """The same tokens, each as a row of its own: `rows` and the four fields after `slot_mapping` change.

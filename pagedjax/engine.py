@@ -51,6 +51,12 @@ class Engine:
         self._defragment_above = defragment_above
         self._failures = 0  # steps that failed in a row
         self._ended: list[RequestOutput] = []
+        self._leaving: list[RequestOutput] = []  # what a step has returned while it still tells its events
+
+    @property
+    def ended(self) -> list[RequestOutput]:
+        """Outputs that no caller of `step` has yet."""
+        return [*self._leaving, *self._ended]
 
     def add(self, request: Request) -> Request:
         """Queues a request; raises ValueError if its id is in use, or if it can never run."""
@@ -135,15 +141,24 @@ class Engine:
             The requests that got a token or ended, as they stand.
 
         Raises:
+            ValueError: there are requests to compute, and the parameters are gone; nothing has changed.
             Whatever the device raised. The engine stays usable: its state is made anew and unfinished requests are
             computed again from their tokens; a failing step twice in a row ends the running ones with "error".
         """
+        leaving = self._leaving
         try:
-            return self._step()
+            outputs = self._step()
+            self._leaving = leaving + outputs
+            return outputs
         finally:
-            self.observer.deliver()
+            try:
+                self.observer.deliver()
+            finally:
+                self._leaving = leaving
 
     def _step(self) -> list[RequestOutput]:
+        if self.requests:
+            self.runner.check_params()
         outputs, self._ended = self._ended, []
         if not self.requests:
             return outputs
@@ -214,7 +229,7 @@ class Engine:
                 if sequence.request.beams is not None:
                     if result.tokens[0, row] != NO_TOKEN:
                         candidates.setdefault(sequence.request, {})[sequence.index] = _candidates(result, row)
-                elif self._take_tokens(row, sequence, result):
+                elif self._take_tokens(row, sequence, result, plan.weights_version):
                     self.observer.drew(sequence.request, sequence.index)
                     touched[sequence.request] = None
                 ledger.fill(sequence, first_block, block_ids)
@@ -245,7 +260,7 @@ class Engine:
             self.scheduler.finish(sequence)
             self.num_generated_tokens += len(sequence.output_ids)
 
-    def _take_tokens(self, row: int, sequence: Sequence, result: StepResult) -> bool:
+    def _take_tokens(self, row: int, sequence: Sequence, result: StepResult, weights_version: int) -> bool:
         took = False
         for index, token in enumerate(result.tokens[:, row]):
             if sequence.finished:
@@ -255,10 +270,14 @@ class Engine:
             finish = result.finish[index, row]
             sequence.push(int(token), stopped=finish == STOPPED, at_length=finish == AT_LENGTH)
             self.num_generated_tokens += 1
+            sequence.weights_versions.append(weights_version)
             if sequence.params.logprobs is not None:
                 entry = _logprob_entry(result.logprobs, (index, row), int(token), sequence.params.logprobs)
                 sequence.logprobs.append(entry)
                 sequence.cumulative_logprob += entry[int(token)]
+            if sequence.params.sampled_logprobs:
+                sequence.sampled_logprobs.append(float(result.drawn.token[index, row]))
+                sequence.kept_masses.append(float(result.drawn.kept_mass[index, row]))
             took = True
         return took
 

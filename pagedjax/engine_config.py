@@ -39,7 +39,8 @@ class EngineConfig:
             same bits whatever runs beside a request and however its prompt was cut, recomputed, shared or found in the
             cache. Slower, most of all for long prompts.
         strict_compile: raise when a program is needed that `warmup` has not compiled.
-        mesh: must be None; sharded engines are not available yet.
+        mesh: devices to divide the model over, along the axis called "tensor" or "model", or the only one; None: one
+            device (`pagedjax.tensor_parallel`).
         attention: implementation of `pallas_kernels.paged_attention`; None picks by platform.
         seed: what the seeds of requests without one are derived from.
     """
@@ -98,8 +99,8 @@ class EngineConfig:
                 f"num_speculative_tokens={self.num_speculative_tokens} and the token before them do not fit a step of "
                 f"max_num_batched_tokens={self.max_num_batched_tokens}; lower the one or raise the other"
             )
-        if self.mesh is not None:
-            raise ValueError(f"mesh={self.mesh!r}: sharding over a mesh is not available yet; leave it at None")
+        if self.mesh is not None and not all(hasattr(self.mesh, name) for name in ("axis_names", "devices", "shape")):
+            raise ValueError(f"mesh={self.mesh!r} is not a jax.sharding.Mesh of devices")
 
     @property
     def max_blocks_per_seq(self) -> int:

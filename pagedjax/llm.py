@@ -6,6 +6,7 @@ Everything a request goes through is in `pagedjax.engine`; here are prompts, fil
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -17,7 +18,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from pagedjax import capacity
+from pagedjax import capacity, snapshot, workspace
 from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import ModelConfig
 from pagedjax.decoder import Decoder
@@ -25,17 +26,19 @@ from pagedjax.engine import Engine
 from pagedjax.engine_config import EngineConfig
 from pagedjax.events import Event
 from pagedjax.loaders import load_checkpoint, load_tokenizer
-from pagedjax.memory import kv_block_bytes, kv_pool_dtype, num_pool_blocks
+from pagedjax.memory import kv_block_bytes, kv_pool_dtype, pool_size
 from pagedjax.new_request import RequestMaker
 from pagedjax.observer import Observer
 from pagedjax.outbox import Outbox
 from pagedjax.outputs import RequestOutput, Score
-from pagedjax.params import param_dtype, place_params
+from pagedjax.params import check_on_one_device, device_bytes, param_dtype, place_params, replace_params
 from pagedjax.prompts import Prompt, at_index, match_params, parse_continuations, parse_prompt, parse_prompts
+from pagedjax.rollout import Rollout
 from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler
 from pagedjax.stats import Stats
+from pagedjax.tensor_parallel import tensor_parallel
 from pagedjax.text import as_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,12 +79,24 @@ class LLM:
         self.config, self.model_config = config, model.config
         self.tokenizer = as_tokenizer(tokenizer)
         graphdef, abstract = nnx.split(model)
-        params = place_params(abstract if params is None else params, abstract)
+        self._parallel = parallel = tensor_parallel(config.mesh, model.config)
+        sharding_of = None if parallel is None else parallel.param_sharding
+        params = place_params(abstract if params is None else params, abstract, sharding_of)
+        if parallel is None:
+            check_on_one_device(params)
         kv_dtype = kv_pool_dtype(config.kv_cache_dtype, param_dtype(params))
-        self._kv_dtype, self._block_bytes = kv_dtype, kv_block_bytes(model.config, kv_dtype, config.block_size)
-        self._params_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        num_blocks = num_pool_blocks(config, self._block_bytes)
-        vocab_size = _num_vocab_tokens(model.config, self.tokenizer)
+        on_device = model.config if parallel is None else parallel.on_device(model.config)
+        self._kv_dtype, self._block_bytes = kv_dtype, kv_block_bytes(on_device, kv_dtype, config.block_size)
+        self._params_bytes = device_bytes(params)
+        self.num_vocab_tokens = vocab_size = _num_vocab_tokens(model.config, self.tokenizer)
+        measure = functools.partial(
+            workspace.measure,
+            *(graphdef, params, config, model.config),
+            kv_dtype=kv_dtype,
+            num_vocab_tokens=vocab_size,
+        )
+        self._pool_size = pool_size(config, self._block_bytes, measure)
+        num_blocks = self._pool_size.num_blocks if parallel is None else parallel.agree(self._pool_size.num_blocks)
         self._runner = Runner(
             graphdef,
             params,
@@ -204,6 +219,26 @@ class LLM:
         conversations = list(messages) if many else [messages]
         prompts = [Prompt(None, self.chat_prompt(conversation)) for conversation in conversations]  # type: ignore[arg-type]
         return self._generate(prompts, sampling_params, use_tqdm)
+
+    def rollout(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> Rollout:
+        """As `generate`, with what a train step needs to know of every token: `rollout(...).arrays(pad_to=...)`.
+
+        Args:
+            prompts: as in `generate`.
+            sampling_params: as in `generate`; `logprobs` and `sampled_logprobs` are asked for here.
+            use_tqdm: shows a progress bar on stderr.
+        """
+        parsed = parse_prompts(prompts, self.tokenizer)
+        asked = [
+            dataclasses.replace(params, logprobs=params.logprobs or 0, sampled_logprobs=True)
+            for params in match_params(sampling_params, len(parsed))
+        ]
+        return Rollout(self._generate(parsed, asked, use_tqdm))
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, ending where the model's answer begins."""
@@ -333,13 +368,54 @@ class LLM:
         """Whether `step` has something to do or to hand out."""
         return self._outbox.has_unclaimed or self._engine.has_unfinished()
 
+    # In another process
+
+    def save_state(self, folder: str | os.PathLike[str], *, include_kv: bool = False) -> None:
+        """Saves the unfinished requests with all they have so far, and the outputs not yet handed out; goes on as if
+        nothing had happened. See docs/checkpointing.md.
+
+        Args:
+            folder: for saved states alone. A state that is there is replaced once the new one is complete, so that the
+                process may be killed at any time.
+            include_kv: whether K/V of the running requests is saved too; else `load_state` computes it again.
+
+        Raises:
+            OSError, ValueError: the folder cannot be written to; the engine is not affected.
+        """
+        from pagedjax.snapshot import folder as snapshot_folder  # here: Orbax takes more than a second
+
+        state = snapshot.take(self._engine, self._maker, self._outbox, include_kv=include_kv)
+        snapshot_folder.save(folder, state)
+
+    def load_state(self, folder: str | os.PathLike[str], *, include_kv: bool = True) -> list[str]:
+        """Goes on with what another engine has saved: `step` then gives what its `step` would have given.
+
+        The weights are yours to restore. The sizes of the engine may be others, as long as every request fits.
+
+        Args:
+            folder: that `save_state` has written to.
+            include_kv: whether to use K/V where it was saved, for which the pool has to have the same layout.
+
+        Returns:
+            The ids of the unfinished requests.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or no finished state in it: there is nothing to go on with.
+            ValueError: the state can't be read; this engine has something to do; or it can't go on with a request,
+                which is named, or with the K/V. Then nothing has changed.
+        """
+        from pagedjax.snapshot import folder as snapshot_folder
+
+        state = snapshot_folder.load(folder)
+        return snapshot.restore(state, self._engine, self._maker, self._outbox, include_kv=include_kv)
+
     # Weights, memory, figures
 
     def update_params(self, params: Any, running: Literal["refuse", "recompute", "keep"] = "refuse") -> None:
         """Uses other weights from the next step on, without a copy.
 
         Args:
-            params: with the names, shapes and dtypes of the present ones.
+            params: with the names, shapes, dtypes and shardings of the present ones.
             running: what to do with unfinished requests: "refuse" raises, "recompute" computes their K/V anew with the
                 new weights, "keep" goes on with K/V of the old ones.
 
@@ -353,7 +429,22 @@ class LLM:
             raise ValueError(
                 f"{num_unfinished} requests are unfinished; finish or abort them, or pass running='recompute' or 'keep'"
             )
-        self._engine.change_params(place_params(params, self._runner.params), recompute=running == "recompute")
+        self._engine.change_params(replace_params(params, self._runner.params), recompute=running == "recompute")
+
+    @property
+    def graphdef(self) -> Any:
+        """The model without its parameters: `nnx.merge(llm.graphdef, llm.params)` is the module."""
+        return self._runner.graphdef
+
+    @property
+    def params(self) -> Any:
+        """The parameters in use, an nnx.State."""
+        return self._runner.params
+
+    @property
+    def weights_version(self) -> int:
+        """How often `update_params` has been called, by an engine whose state was loaded too."""
+        return self._engine.scheduler.ledger.weights_version
 
     def warmup(self) -> None:
         """Compiles every program of `plan`, with a progress bar; afterwards no step compiles."""
@@ -381,6 +472,10 @@ class LLM:
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
             programs=self._runner.program_names,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            window=self.model_config.largest_window,
+            sized_by=self._pool_size.reason,
+            num_devices=1 if self._parallel is None else self._parallel.num_parts,
         )
 
     def stats(self) -> Stats:

@@ -43,9 +43,18 @@ class RequestMaker:
         self._scheduler, self._seed = scheduler, seed
         self._num_made = 0
 
+    @property
+    def num_made(self) -> int:
+        """Requests made so far, of which the next one's seed is a function where it gives none."""
+        return self._num_made
+
+    @num_made.setter
+    def num_made(self, count: int) -> None:
+        self._num_made = count
+
     def sampled(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
         """A prompt that is to be continued."""
-        self._check_ids(prompt_ids, "the prompt")
+        self.check_ids(prompt_ids, "the prompt")
         params.check_vocab(self.vocab_size)
         end_len = self._end_len(prompt_ids, params.max_tokens)
         request = self._request(request_id, prompt, prompt_ids, params)
@@ -58,13 +67,13 @@ class RequestMaker:
         self, request_id: str, prompt_ids: list[int], continuations: list[list[int]], cache_salt: str | None
     ) -> Request:
         """Continuations of one prompt whose logprobs are wanted: when it ends, the `scores` of its sequences."""
-        self._check_ids(prompt_ids, "the prompt")
+        self.check_ids(prompt_ids, "the prompt")
         params = SamplingParams(
             temperature=0.0, max_tokens=1, n=len(continuations), prompt_logprobs=1, cache_salt=cache_salt
         )
         request = self._request(request_id, None, prompt_ids, params)
         for index, continuation in enumerate(continuations):
-            self._check_ids(continuation, f"continuation {index}")
+            self.check_ids(continuation, f"continuation {index}")
             end_len = len(prompt_ids) + len(continuation)
             if end_len > self._scheduler.max_model_len:
                 raise ValueError(
@@ -79,7 +88,7 @@ class RequestMaker:
 
     def searched(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: BeamSearchParams) -> Request:
         """A prompt whose most likely continuations are wanted."""
-        self._check_ids(prompt_ids, "the prompt")
+        self.check_ids(prompt_ids, "the prompt")
         end_len = self._end_len(prompt_ids, params.max_tokens)
         params = dataclasses.replace(params, max_tokens=end_len - len(prompt_ids))
         beams = BeamSearch(params, self.end_ids)
@@ -100,7 +109,8 @@ class RequestMaker:
         self._scheduler.check_fits(len(prompt_ids), end_len)
         return end_len
 
-    def _check_ids(self, token_ids: list[int], what: str) -> None:
+    def check_ids(self, token_ids: list[int], what: str) -> None:
+        """Refuses no tokens, and tokens that the model does not have."""
         if not token_ids:
             raise ValueError(f"{what} has no tokens; give at least one (an empty text needs a tokenizer with BOS)")
         for token in token_ids:

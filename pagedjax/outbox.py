@@ -25,6 +25,17 @@ class Outbox:
         self._engine = engine
         self._boxes: dict[str, Box] = {}  # of claimed requests, by request id
         self._unclaimed: list[RequestOutput] = []
+        self._taken: dict[str, RequestOutput] = {}  # finished ones, while their claims last
+
+    @property
+    def held(self) -> list[RequestOutput]:
+        """Outputs that would be lost with this process: nobody has taken them, or a caller that is not done yet."""
+        boxes = {id(box): box for box in self._boxes.values()}
+        return [*self._taken.values(), *self._unclaimed, *(output for box in boxes.values() for output in box.values())]
+
+    def bring(self, outputs: Iterable[RequestOutput]) -> None:
+        """Takes over what another process has held."""
+        self._unclaimed += outputs
 
     @property
     def has_unclaimed(self) -> bool:
@@ -41,6 +52,7 @@ class Outbox:
         if not box:
             self._step()
         outputs = list(box.values())
+        self._taken |= {output.request_id: output for output in outputs if output.finished}
         box.clear()
         return outputs
 
@@ -54,6 +66,7 @@ class Outbox:
         """Ends a claim; requests that still run are aborted, and their outputs dropped."""
         for request_id in ids:
             self._boxes.pop(request_id, None)
+            self._taken.pop(request_id, None)
             self._engine.discard(request_id)
 
     def _step(self) -> None:

@@ -47,6 +47,9 @@ class Sequence:
     output_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: Logprobs = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
+    sampled_logprobs: list[float] = dataclasses.field(default_factory=list)
+    kept_masses: list[float] = dataclasses.field(default_factory=list)
+    weights_versions: list[int] = dataclasses.field(default_factory=list)  # that drew each output token
     row: int | None = None  # the batch row while running
     epoch: int = 0  # counts the rows given up
     num_computed: int = 0
@@ -145,6 +148,9 @@ class Sequence:
             token_ids=list(self.output_ids),
             logprobs=list(self.logprobs) if wanted else None,
             cumulative_logprob=self.cumulative_logprob if wanted else None,
+            sampled_logprobs=list(self.sampled_logprobs) if self.params.sampled_logprobs else None,
+            kept_masses=list(self.kept_masses) if self.params.sampled_logprobs else None,
+            weights_versions=list(self.weights_versions),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -207,6 +213,13 @@ class Request:
         """The prompt's logprobs as far as known, which the first sequence computes; None where nobody asked."""
         return None if self.params.prompt_logprobs is None else [None, *self.sequences[0].scores]
 
+    @property
+    def scores(self) -> list[Score] | None:
+        """Of the continuations, once all are known; None where there are none to score."""
+        if any(not sequence.continuation or sequence.next_score is not None for sequence in self.sequences):
+            return None
+        return [sequence.score() for sequence in self.sequences]
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
@@ -216,4 +229,5 @@ class Request:
             outputs=[sequence.output() for sequence in self.sequences],
             num_cached_tokens=self.num_cached_tokens or 0,
             metrics=self.metrics,
+            scores=self.scores,
         )

@@ -6,6 +6,7 @@ behind one's back; which exist is known at the start, from the ladder of token c
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from pagedjax.request import Sequence
 from pagedjax.row_sampling import row_values
 from pagedjax.row_state import ADMITS, DROPS, Changes, RowState, change_rows
 from pagedjax.step import NUM_COUNTS, DeviceResult, EngineState, step
+from pagedjax.tensor_parallel import TensorParallel, tensor_parallel
 from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Runner:
         self.graphdef, self.params, self.config = graphdef, params, config
         self._model_config, self._num_vocab_tokens = model_config, num_vocab_tokens
         self._num_blocks, self._kv_dtype = num_blocks, kv_dtype
+        self._parallel = tensor_parallel(config.mesh, model_config)
         self._programs: dict[str, Callable[..., Any]] = {}
         self._warm = False
         self.on_compile: Callable[[str], None] = lambda name: None  # told each program before it is compiled
@@ -87,6 +90,23 @@ class Runner:
                 leaf.delete()
         self.state = self._fresh_state()
 
+    @property
+    def params(self) -> Any:
+        """The parameters in use."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        self._params, self._param_leaves = params, jax.tree.leaves(params)  # the leaves are looked at in every step
+
+    def check_params(self) -> None:
+        """Raises ValueError if they are gone, as those are that a train step has had donated."""
+        if any(leaf.is_deleted() for leaf in self._param_leaves):
+            raise ValueError(
+                "the parameters were donated or deleted; call update_params with live ones (running='recompute' or "
+                "'keep': the unfinished requests are still there)"
+            )
+
     def change_rows(self, plan: StepPlan) -> None:
         """Applies the plan's releases, drops and admissions."""
         for changes in self._changes(plan):
@@ -103,11 +123,13 @@ class Runner:
     def kv_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V of a row's tokens, [L, tokens, H, D] each; zero where a sliding window has passed."""
         table = self.state.table
-        num_tokens = int(table.seq_lens[row])
-        ids = table.block_tables[row]
-        ids = jnp.where(ids == block_table.NULL_BLOCK, table.num_blocks, ids)  # no block: read as zeros
+        num_tokens, ids = int(table.seq_lens[row]), np.asarray(table.block_tables[row])
+        ids = np.where(ids == block_table.NULL_BLOCK, table.num_blocks, ids)  # no block: read as zeros
+        gather: Callable[..., Any] = pallas_kernels.gather_kv
+        if self._parallel is not None:
+            gather = self._parallel.heads.gather
         layers = [
-            jax.device_get(pallas_kernels.gather_kv(self.state.kv_pages, layer, ids, num_tokens))
+            jax.device_get(gather(self.state.kv_pages, layer, ids, num_tokens))
             for layer in range(self._model_config.num_layers)
         ]
         k, v = (np.stack(parts)[:, :num_tokens] for parts in zip(*layers, strict=True))
@@ -145,6 +167,7 @@ class Runner:
             num_proposed_tokens=int(counts[3]),
             num_accepted_tokens=_num_accepted(tokens.reshape(num_steps, -1, num_rows)),
             logprobs=jax.device_get(result.sampled) if wanted else None,
+            drawn=jax.device_get(result.drawn) if any(p.sampled_logprobs for p in params) else None,
             prompt_logprobs=jax.device_get(result.prompt) if prompt_wanted else None,
         )
 
@@ -173,10 +196,10 @@ class Runner:
             changes.adopts[place] = True
             changes.num_tokens[place] = admission.num_tokens
             changes.block_ids[place, : len(admission.block_ids)] = admission.block_ids
-        line = self._line(admission.sequence)
+        line = self.line(admission.sequence)
         jax.tree.map(lambda leaves, leaf: leaves.__setitem__(place, leaf), changes.lines, line)
 
-    def _line(self, sequence: Sequence) -> RowState:
+    def line(self, sequence: Sequence) -> RowState:
         """A row's line for a sequence, as host arrays."""
         request = sequence.request
         tokens = np.zeros(self.config.max_model_len, np.int32)
@@ -196,8 +219,9 @@ class Runner:
         return RowState(**line)
 
     def _fresh_state(self) -> EngineState:
-        config = self.config
-        state = EngineState.zeros(
+        config, parallel = self.config, self._parallel
+        make = functools.partial(
+            EngineState.zeros,
             self._model_config,
             num_blocks=self._num_blocks,
             block_size=config.block_size,
@@ -205,6 +229,9 @@ class Runner:
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
         )
+        if parallel is not None:
+            return parallel.make(functools.partial(make, heads=parallel.heads))
+        state = make()
         # Every leaf is donated and so needs a buffer of its own. The pool has: a copy of it might not fit the device.
         table, rows = jax.tree.map(jnp.array, (state.table, state.rows))
         return EngineState(state.kv_pages, table, rows)
@@ -222,33 +249,76 @@ class Runner:
         return self._programs[name]
 
     def _compile(self, name: str) -> Callable[..., Any]:
+        state = self.state
         if name == "rows":
-            changes = Changes.none(self.state.rows, self.config.max_blocks_per_seq)
-            jitted = jax.jit(change_rows, donate_argnums=(0, 1))
-            return jitted.lower(self.state.table, self.state.rows, changes).compile()
+            changes = Changes.none(state.rows, self.config.max_blocks_per_seq)
+            return _lower(self._parallel, change_rows, (state.table, state.rows, changes), (0, 1)).compile()
         if name == "defragment":
-            return jax.jit(_defragment, donate_argnums=(0, 1)).lower(self.state.table, self.state.kv_pages).compile()
+            return _lower(self._parallel, _defragment, (state.table, state.kv_pages), (0, 1), num_results=1).compile()
         kind, size = name.removesuffix("]").split("[")
-        max_proposals = self.config.num_speculative_tokens if kind == "verify" else 0
+        return lower_step(
+            self.graphdef,
+            self.params,
+            self.state,
+            self.config,
+            self._model_config,
+            num_vocab_tokens=self._num_vocab_tokens,
+            num_tokens=int(size),
+            max_proposals=self.config.num_speculative_tokens if kind == "verify" else 0,
+        ).compile()
 
-        def run(params: Any, state: EngineState, *counts: jax.Array) -> Any:
-            return step(
-                nnx.merge(self.graphdef, params),
-                state,
-                *counts,
-                num_tokens=int(size),
-                max_steps=self.config.decode_steps,
-                max_proposals=max_proposals,
-                num_vocab_tokens=self._num_vocab_tokens,
-                implementation=self.config.attention,
-                retain_filled=self.config.enable_prefix_caching,
-                window=self._model_config.largest_window,
-                batch_invariant=self.config.batch_invariant,
-            )
 
-        jitted = jax.jit(run, donate_argnums=(1,))
-        counts = [np.zeros(self.config.max_num_seqs, np.int32), *[np.int32(1)] * (2 if max_proposals else 1)]
-        return jitted.lower(self.params, self.state, *counts).compile()
+def lower_step(
+    graphdef: Any,
+    params: Any,
+    state: EngineState,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    num_vocab_tokens: int,
+    num_tokens: int,
+    max_proposals: int,
+) -> jax.stages.Lowered:
+    """The program of a step, to be compiled, on the mesh if there is one; `params` and `state` may be shapes.
+
+    Args:
+        graphdef, params, state, config, model_config, num_vocab_tokens: as the runner has them.
+        num_tokens: token places.
+        max_proposals: proposals of a row; 0 for a step that verifies none.
+    """
+
+    parallel = tensor_parallel(config.mesh, model_config)
+
+    def run(params: Any, state: EngineState, *counts: jax.Array) -> Any:
+        model = nnx.merge(graphdef, params)
+        return step(
+            model if parallel is None else parallel.on_mesh(model),
+            state,
+            *counts,
+            num_tokens=num_tokens,
+            max_steps=config.decode_steps,
+            max_proposals=max_proposals,
+            num_vocab_tokens=num_vocab_tokens,
+            implementation=config.attention,
+            retain_filled=config.enable_prefix_caching,
+            window=model_config.largest_window,
+            batch_invariant=config.batch_invariant,
+        )
+
+    counts = [np.zeros(config.max_num_seqs, np.int32), *[np.int32(1)] * (2 if max_proposals else 1)]
+    return _lower(parallel, run, (params, state, *counts), (1,), num_results=1)
+
+
+def _lower(
+    parallel: TensorParallel | None,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    donated: tuple[int, ...],
+    num_results: int = 0,
+) -> jax.stages.Lowered:
+    if parallel is None:
+        return jax.jit(function, donate_argnums=donated).lower(*arguments)
+    return parallel.lower(function, arguments, donated, num_results)
 
 
 def _num_accepted(tokens: np.ndarray) -> int:

@@ -20,6 +20,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import _platform
 from pallas_kernels._kv_quantise import dequantise, is_quantised
@@ -142,6 +143,19 @@ class KVPages:
     def nbytes(self) -> int:
         """Bytes of the whole pool, all layers, the scales and a TPU's padding included."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    def partition_specs(self, axis: str | None) -> KVPages:
+        """PartitionSpecs in the place of the arrays, for `jax.shard_map`: heads divided over an axis of a mesh.
+
+        Each device's part is a pool of its own heads; so make the pool under `jax.shard_map` as well, since a TPU's
+        padding of the scales is then that of each part.
+
+        Args:
+            axis: of the mesh; None: every device has the whole pool.
+        """
+        pool = PartitionSpec(*[None] * (self.pool.ndim - 3), axis)
+        scales = None if self.scales is None else PartitionSpec(None, None, None, axis)
+        return KVPages(pool, scales, self.head_dim)  # type: ignore[arg-type]  # a tree of the same form
 
 
 def _check_pool(sizes: dict[str, int], dtype: jnp.dtype) -> None:

@@ -24,8 +24,8 @@ def kernel_of_this_platform() -> str | None:
 def device_of_this_trace() -> Any:
     """A jax.Device, or the AbstractDevice that is set where a program is compiled for another machine."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract
+    if abstract is not None:  # of a mesh: of devices that are here, or of some that are not
+        return next((device for device in jax.devices() if device.device_kind == abstract.device_kind), abstract)
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(chosen, jax.Device):
         return chosen

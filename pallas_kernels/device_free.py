@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
 TPU_TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
@@ -54,8 +55,12 @@ class Target:
     """A chip to compile for."""
 
     platform: str  # "tpu" or "cuda"
-    device: Any  # a device of the topology
-    abstract: AbstractDevice  # what a trace sees of it
+    devices: tuple[Any, ...]  # of the topology
+    abstract: AbstractDevice  # what a trace sees of one
+
+    def mesh(self, axis: str) -> Mesh:
+        """All chips of the topology along one axis: what takes a mesh is then traced and lowered for them."""
+        return Mesh(np.array(self.devices), (axis,))
 
 
 def target(name: str) -> Target:
@@ -74,13 +79,13 @@ def target(name: str) -> Target:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=TPU_TOPOLOGIES[name])
         device: Any = topology.devices[0]
         abstract = AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
-        return Target("tpu", device, abstract)
+        return Target("tpu", tuple(topology.devices), abstract)
     if name == "h200":
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="H200", topology="1x1x1", target_config=H200
         )
         abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-        return Target("cuda", topology.devices[0], abstract)
+        return Target("cuda", tuple(topology.devices), abstract)
     raise ValueError(f"no target is called {name!r}; use one of {(*TPU_TOPOLOGIES, 'h200')}")
 
 
@@ -115,8 +120,14 @@ def compile_for(chip: Target, function: Callable[..., Any], *arguments: Any, **j
     Returns:
         The compiled program: `.memory_analysis()`, `.as_text()`.
     """
-    sharding = SingleDeviceSharding(chip.device)
+    sharding = SingleDeviceSharding(chip.devices[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     with tracing_for(chip.abstract), _not_persisted():
         traced = jax.jit(function, **jit_options).trace(*shapes)
         return traced.lower(lowering_platforms=(chip.platform,)).compile()
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles what was lowered for a mesh of chips that are not there (`Target.mesh`), with `in_shardings` on it."""
+    with _not_persisted():
+        return lowered.compile()

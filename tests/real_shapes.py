@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,10 @@ from flax import nnx
 
 from pagedjax import Decoder, ModelConfig
 from pagedjax.config import RopeConfig
+from pagedjax.engine_config import EngineConfig
+from pagedjax.runner import lower_step
 from pagedjax.step import EngineState, step
+from pagedjax.tensor_parallel import param_shardings, tensor_parallel
 from pallas_kernels import KVPages, device_free, paged_attention, write_kv
 
 NUM_LAYERS = 4
@@ -158,3 +162,23 @@ def check_engine_step(chip: device_free.Target, kernels: list[str], num_layers: 
     compiled = device_free.compile_for(chip, run, params, state, counts, num_steps, donate_argnums=1)
     assert_holds(compiled, kernels)
     assert_pool_in_place(compiled, state.kv_pages)
+
+
+def engine_step_on_mesh(chip: device_free.Target, num_tokens: int) -> tuple[jax.stages.Compiled, KVPages]:
+    """The engine's whole step of Llama 3 8B, divided over the chips of a topology; and the pool of all of them."""
+    mesh = chip.mesh("tensor")
+    parallel = tensor_parallel(mesh, LLAMA_3_8B)
+    assert parallel is not None
+    graphdef, params = nnx.split(Decoder.abstract(LLAMA_3_8B, jnp.bfloat16))
+    params = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        params,
+        param_shardings(params, LLAMA_3_8B, mesh),
+    )
+    options: dict[str, Any] = {"block_size": 16, "max_num_seqs": 64, "max_model_len": 8192}
+    config = EngineConfig(mesh=mesh, max_num_batched_tokens=num_tokens, **options)
+    make = functools.partial(EngineState.zeros, LLAMA_3_8B, num_blocks=2048, kv_dtype=jnp.bfloat16, **options)
+    state = jax.eval_shape(functools.partial(make, heads=parallel.heads))
+    sizes = {"num_vocab_tokens": LLAMA_3_8B.vocab_size, "num_tokens": num_tokens, "max_proposals": 0}
+    lowered = lower_step(graphdef, params, state, config, LLAMA_3_8B, **sizes)
+    return device_free.compile_lowered(lowered), state.kv_pages

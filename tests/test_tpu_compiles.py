@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import real_shapes
+from collectives import collectives
 from real_shapes import MODELS, WORK
 
 from pallas_kernels import device_free
@@ -75,3 +76,18 @@ def test_scales_that_are_padded(chip: str, model: str, block_size: int) -> None:
 def test_the_engines_step_of_llama_3_8b(chip: str, num_layers: int) -> None:
     kernels = ["write_kv", "paged_decode", "paged_prefill"]
     real_shapes.check_engine_step(device_free.target(chip), kernels, num_layers)
+
+
+@pytest.mark.slow
+def test_the_engines_step_of_llama_3_8b_on_four_chips() -> None:
+    """All layers on the four v5e of a host: a quarter of the pool on each, and activations alone between them."""
+    num_tokens, config = 512, real_shapes.LLAMA_3_8B
+    compiled, pool = real_shapes.engine_step_on_mesh(device_free.target("v5e"), num_tokens)
+    real_shapes.assert_holds(compiled, ["write_kv", "paged_decode", "paged_prefill"])
+    memory = compiled.memory_analysis()
+    assert pool.nbytes / 4 <= memory.alias_size_in_bytes < pool.nbytes / 4 + 2**24
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 8 * 2**30
+    sent = collectives(compiled)
+    largest_activation = num_tokens * 2 * config.intermediate_size
+    assert 2 <= len(sent) <= 20
+    assert max(each.num_elements for each in sent) <= largest_activation < config.hidden_size * config.intermediate_size
