@@ -47,6 +47,7 @@ def needs_of(llm: LLM) -> int:
     return analysis.temp_size_in_bytes + results + analysis.generated_code_size_in_bytes
 
 
+@pytest.mark.slow
 def test_all_that_is_compiled_and_reserved_fits_and_no_block_more(monkeypatch: pytest.MonkeyPatch) -> None:
     in_use, limit = 12_345, 10**6
     report(monkeypatch, limit, in_use)

@@ -237,7 +237,10 @@ def drive(
     # Of blocks of one token the cache has all that a fork could share.
     forks = not llm.config.enable_prefix_caching or llm.config.block_size > 1
     num_sampled = sum(isinstance(params, SamplingParams) for params in driver.params.values())
-    assert starts.forks > num_sampled // 40 if forks else starts.forks == 0
+    if not forks:
+        assert starts.forks == 0
+    elif requests > 40:  # in a short run chance may leave them out
+        assert starts.forks > num_sampled // 40
     assert starts.beams > len(cached) // 4
     return driver
 

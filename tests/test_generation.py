@@ -63,7 +63,7 @@ def test_greedy_tokens_are_the_engines() -> None:
     assert_engines(found, params)
 
 
-@pytest.mark.parametrize("prefill_tokens", [None, 1, 4])
+@pytest.mark.parametrize("prefill_tokens", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (None, 1))])
 def test_samples_are_the_engines_however_the_prompts_are_cut(prefill_tokens: int | None) -> None:
     assert_engines(run(RANDOM, prefill_tokens=prefill_tokens), RANDOM)
 
@@ -82,6 +82,7 @@ def test_rows_end_by_themselves() -> None:
     np.testing.assert_array_equal(ignored.tokens, free.tokens)
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_gets_nothing_and_disturbs_nobody() -> None:
     tokens, lengths = padded(PROMPTS)
     options: dict[str, Any] = {"max_new_tokens": 9, "sampling_params": dataclasses.replace(RANDOM, max_tokens=16)}
@@ -92,6 +93,7 @@ def test_an_empty_prompt_gets_nothing_and_disturbs_nobody() -> None:
     np.testing.assert_array_equal(found.tokens[others], whole.tokens[others])
 
 
+@pytest.mark.slow
 def test_large_seeds_have_two_words() -> None:
     big = 2**40 + 5
     tokens, lengths = padded(PROMPTS[:1])
@@ -142,6 +144,7 @@ def test_what_cannot_be_done_is_said(changed: dict[str, Any], message: str) -> N
         generate(GRAPHDEF, PARAMS, **arguments | changed)
 
 
+@pytest.mark.slow
 def test_ids_above_the_vocabulary_are_never_drawn() -> None:
     found = run(dataclasses.replace(RANDOM, top_p=1.0, temperature=9.0), num_vocab_tokens=7)
     assert 0 <= int(found.tokens.min()) <= int(found.tokens.max()) < 7 < VOCAB

@@ -41,7 +41,7 @@ def test_the_pool_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that the pool nearly fills has no room for a second one while the engine starts."""
     made: list[KVPages] = []
     zeros = KVPages.zeros
-    monkeypatch.setattr(KVPages, "zeros", lambda *sizes: made.append(zeros(*sizes)) or made[-1])
+    monkeypatch.setattr(KVPages, "zeros", lambda *sizes, **named: made.append(zeros(*sizes, **named)) or made[-1])
     llm = LLM(mock_model.MockDecoder(), **mock_engine.OPTIONS)
     (kv_pages,) = [pages for pages in made if not isinstance(pages.pool, jax.core.Tracer)]
     assert llm._runner.state.kv_pages.pool is kv_pages.pool

@@ -31,6 +31,7 @@ DEFAULTS = {
     "skip_special_tokens": True,
     "logprobs": None,
     "prompt_logprobs": None,
+    "sampled_logprobs": False,
     "logit_bias": None,
     "cache_salt": None,
 }
