@@ -41,16 +41,7 @@ class RequestMaker:
     ) -> None:
         self.tokenizer, self.vocab_size, self.end_ids = tokenizer, vocab_size, frozenset(end_ids)
         self._scheduler, self._seed = scheduler, seed
-        self._num_made = 0
-
-    @property
-    def num_made(self) -> int:
-        """Requests made so far, of which the next one's seed is a function where it gives none."""
-        return self._num_made
-
-    @num_made.setter
-    def num_made(self, count: int) -> None:
-        self._num_made = count
+        self.num_made = 0  # requests so far: the next one's seed is a function of it where it gives none
 
     def sampled(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
         """A prompt that is to be continued."""
@@ -123,7 +114,7 @@ class RequestMaker:
         return Request(request_id, prompt, prompt_ids, params, RequestMetrics(time.monotonic()))
 
     def _made(self, request: Request) -> Request:
-        self._num_made += 1
+        self.num_made += 1
         return request
 
     def _sequence(self, request: Request, index: int, end_len: int) -> Sequence:
@@ -136,7 +127,7 @@ class RequestMaker:
             )
         seed = params.seed
         if seed is None:
-            words = np.random.SeedSequence([self._seed, self._num_made]).generate_state(2, np.uint32)
+            words = np.random.SeedSequence([self._seed, self.num_made]).generate_state(2, np.uint32)
             seed = int(words[0]) << 31 | int(words[1]) >> 1
         return Sequence(
             request=request,

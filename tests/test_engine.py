@@ -79,7 +79,7 @@ def test_unseeded_requests_differ_and_follow_the_engine_seed(llm: LLM) -> None:
     params = dataclasses.replace(SEEDED, seed=None)
     outputs = generate(llm, [[1, 2, 3]] * 4, params)
     assert len({tuple(ids(output)) for output in outputs}) == 4
-    llm._maker._num_made -= 4
+    llm._maker.num_made -= 4
     assert [ids(output) for output in generate(llm, [[1, 2, 3]] * 4, params)] == [ids(output) for output in outputs]
 
 

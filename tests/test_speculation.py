@@ -37,7 +37,7 @@ def engine() -> LLM:
 def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """The engine as if it were new, and the oracle of its model; idle before and after a test."""
     monkeypatch.setattr(mock_model, "raw_logits", paired_logits)
-    monkeypatch.setattr(engine()._maker, "_num_made", 0)
+    monkeypatch.setattr(engine()._maker, "num_made", 0)
     engine().update_params(engine()._runner.params)  # empties the prefix cache
     engine().audit()
     yield engine()
