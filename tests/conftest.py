@@ -17,7 +17,11 @@ CACHE_LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one process has compiled, the others find, and the scripts that tests start; gone after the run."""
+    """What one process has compiled, the others find, and the scripts that tests start; gone after the run.
+
+    Most of what the tests do is compile, so LLVM leaves out its optimisations, unless XLA_FLAGS says otherwise.
+    """
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if CACHE_DIR not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="pagedjax-tests-")
         config.add_cleanup(folder.cleanup)
