@@ -92,6 +92,16 @@ def line_up(options: argparse.Namespace, most_len: int) -> list[Variant]:
     return found
 
 
+def chosen(lineup: list[Variant], names: list[str] | None) -> list[Variant]:
+    """Those named, in the order of the line-up."""
+    if names is None:
+        return lineup
+    unknown = set(names) - {variant.name for variant in lineup}
+    if unknown:
+        raise SystemExit(f"--only: no variant {sorted(unknown)}; there are {[variant.name for variant in lineup]}")
+    return [variant for variant in lineup if variant.name in names]
+
+
 def predicted_rows(variant: Variant, model: Model, trace: Trace) -> float | None:
     """The time-averaged running rows that `pagedjax.capacity` foresees; None for rules that it does not know."""
     if variant.reserved_len is not None or variant.start == "static":
@@ -114,6 +124,10 @@ def prepare(variant: Variant, llm: LLM, model: Model, trace: Trace) -> Entry:
     times = {"one prompt": seconds, "in the trace": timeline.step_seconds()}
     for what, found in times.items():
         print(f"{variant.name}, {what}: " + ", ".join(f"step[{size}] {1e3 * t:.1f} ms" for size, t in found.items()))
+    steps = figures["inner_steps"]
+    print(
+        f"{variant.name}, observed: {observed.seconds:.1f} s, {steps} inner steps, {figures['live_of_allocated']:.1%} live"
+    )
     sys.stdout.flush()
     return Entry(variant, llm, times, observed, timeline, figures)
 
@@ -128,8 +142,8 @@ def measure(entries: list[Entry], trace: Trace, repeats: int, rates: list[float]
         for entry in entries:
             entry.by_rate[rate] = replay.timed(entry.llm, entry.variant, arriving).figures()
     for entry in entries:
-        if entry.runs:
-            entry.figures |= {key: statistics.median(run[key] for run in entry.runs) for key in entry.runs[0]}
+        runs = entry.runs or [entry.observed.figures()]
+        entry.figures |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
 def speedups(entries: list[Entry]) -> dict[str, dict[str, float]]:
@@ -216,8 +230,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="of all variants")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="of the paged ones")
     parser.add_argument("--watermark", type=float, default=0.01, help="of the paged one")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="variants by their names in the tables; default: all")
     parser.add_argument("--tune", action="store_true", help="find each variant's best options, and compare those too")
-    parser.add_argument("--repeats", type=int, default=3, help="timed replays of each variant; their median counts")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="timed replays of each variant, whose median counts; 0: the clock of the observed ones, logprobs and all",
+    )
     parser.add_argument(
         "--rates", type=float, nargs="*", default=[], help="requests a second, for latency against load"
     )
@@ -236,7 +256,7 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     model = Model.load(options.model)
     trace = traces.load(options.trace, options.requests, model.tokenizer.encode)
-    lineup = line_up(options, max(options.row_len))
+    lineup = chosen(line_up(options, max(options.row_len)), options.only)
     tried: dict[str, Any] = {}
     if options.tune:
         for variant in [v for v in lineup if v.start == "continuous"]:
