@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from host_cost import NUM_BLOCKS, RUNNING, WAITING, HostCost, host_costs
+from host_overhead import NUM_BLOCKS, RUNNING, WAITING, HostCost, host_costs
 from load_curve import SCENARIOS, Run, curve, full_load, run, sharegpt_lengths
 from simulated_chip import H100_8B
 from simulation import Setup, Simulation

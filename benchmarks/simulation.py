@@ -16,7 +16,7 @@ from simulated_chip import ChipModel, SimulatedChip
 from pagedjax.block_table import check
 from pagedjax.engine import Engine
 from pagedjax.observer import Observer
-from pagedjax.outputs import RequestMetrics, RequestOutput
+from pagedjax.outputs import RequestMetrics
 from pagedjax.plan import Admission
 from pagedjax.request import Request, Sequence
 from pagedjax.sampling_params import SamplingParams
@@ -31,6 +31,10 @@ class ReservingScheduler(Scheduler):
 
     def reserved_len(self, sequence: Sequence) -> int:
         return sequence.end_len - 1  # the last token is never computed
+
+    @property
+    def owing(self) -> SequenceOf[Sequence]:
+        return self.running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +115,6 @@ class VirtualTimes(Observer):
         self.finished_requests.append(ended)
 
 
-class UnreadRequest(Request):
-    """One whose outputs nobody reads."""
-
-    def output(self) -> RequestOutput:
-        return _NO_OUTPUT
-
-
-_NO_OUTPUT = RequestOutput("", None, [], None, [], 0, RequestMetrics(0.0))
-
-
 @dataclasses.dataclass
 class Timeline:
     """One entry a step, of the time after it until the next one ends."""
@@ -178,7 +172,7 @@ class Simulation:
     def add(self, prompt_len: int, output_len: int, arrival: float = 0.0) -> None:
         """Queues a request of which exactly `output_len` tokens are generated, as far as `max_model_len` lets it."""
         prompt_ids = self._prompts.setdefault(prompt_len, [0] * prompt_len)
-        request = UnreadRequest(str(self._num_added), None, prompt_ids, _PARAMS, RequestMetrics(arrival))
+        request = Request(str(self._num_added), None, prompt_ids, _PARAMS, RequestMetrics(arrival))
         end_len = min(prompt_len + output_len, self.setup.max_model_len)
         request.sequences = [Sequence(request, 0, 0, frozenset(), end_len, OutputText(None))]
         self.engine.add(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from host_cost import HostCost
+from host_overhead import HostCost
 from load_curve import Run, Scenario
 from matplotlib.figure import Figure
 

@@ -94,11 +94,28 @@ class BlockLedger:
             self._budget.credit(1)
         self._budget.debit(num_blocks)
 
+    def growths(self, num_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Blocks that so many more tokens of each sequence would take, of those that need any."""
+        size = self.block_size
+        return {
+            sequence: self.growth(sequence, count)
+            for sequence, count in num_tokens.items()
+            if sequence.num_computed + count > len(sequence.blocks) * size
+        }
+
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence has `num_tokens` computed from now on; its blocks have been debited, or counted by a result."""
         sequence.num_computed = num_tokens
         grown = self.num_blocks(num_tokens) - len(sequence.blocks)
-        sequence.blocks += [Block(num_rows=1) for _ in range(grown)]
+        if grown > 0:
+            sequence.blocks += [Block(num_rows=1) for _ in range(grown)]
+
+    def advance_all(self, num_tokens: dict[Sequence, int], growths: dict[Sequence, int]) -> None:
+        """Each sequence has so many tokens more, for which it needed these blocks."""
+        for sequence, count in num_tokens.items():
+            sequence.num_computed += count
+        for sequence in growths:
+            self.advance(sequence, sequence.num_computed)
 
     def share(self, sequence: Sequence, blocks: Iterable[Block | None], num_tokens: int) -> None:
         """Starts a sequence from `num_tokens` tokens in blocks that others hold."""
@@ -214,17 +231,16 @@ class BlockLedger:
             sequence.keys, sequence.keys_version = [], self.weights_version
         keys, size = sequence.keys, self.block_size
         if len(keys) < min(num_blocks, sequence.num_tokens // size):
-            tokens = sequence.token_ids
             root = BlockKey.root(self.weights_version, sequence.params.cache_salt)
-            for index in range(len(keys), min(num_blocks, len(tokens) // size)):
+            for index in range(len(keys), min(num_blocks, sequence.num_tokens // size)):
                 parent = keys[-1].digest if keys else root
-                keys.append(BlockKey.after(parent, tokens[index * size : (index + 1) * size]))
+                keys.append(BlockKey.after(parent, sequence.ids_between(index * size, (index + 1) * size)))
         return keys[:num_blocks]
 
     def key(self, sequence: Sequence, index: int) -> BlockKey:
         """Key of a sequence's full block number `index` under the present weights."""
         if sequence.keys_version != self.weights_version or index >= len(sequence.keys):
-            self.keys(sequence, 2 * index + 1)  # some more: making them one by one would copy the tokens each time
+            self.keys(sequence, index + 1)
         return sequence.keys[index]
 
     def change_weights(self) -> None:

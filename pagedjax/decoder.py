@@ -2,7 +2,7 @@
 
 `Decoder.__call__` is the dense causal forward for training; `Decoder.paged` is the forward of the engine, which reads
 and writes a KV pool. They share every layer and differ only in the function that attends. Layers are stacked along a
-leading axis and scanned, so compile time does not grow with depth.
+leading axis and scanned, so compile time does not grow with depth (on a CPU a little: `pagedjax.layer_matrices`).
 
 Dimensions: B batch, T tokens, E hidden size, V vocabulary, L layers, Hq query heads, Hkv KV heads, D head size.
 """
@@ -21,6 +21,7 @@ from pagedjax import attention, rope
 from pagedjax.attention import Attend
 from pagedjax.batch import Batch
 from pagedjax.config import ModelConfig
+from pagedjax.layer_matrices import Linear, ScannedLayers, separate
 from pallas_kernels import KVPages
 
 Params = Any  # an nnx.State or a nested dict of arrays, as `Decoder` names them
@@ -29,8 +30,8 @@ Params = Any  # an nnx.State or a nested dict of arrays, as `Decoder` names them
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
-def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(features_in, features_out, use_bias=bias, param_dtype=dtype, precision=_PRECISION, rngs=rngs)
+def _linear(features_in: int, features_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> Linear:
+    return Linear(features_in, features_out, use_bias=bias, param_dtype=dtype, precision=_PRECISION, rngs=rngs)
 
 
 def _norm(features: int, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -120,6 +121,11 @@ class Decoder(nnx.Module):
         """A decoder whose parameters are shapes only: its graph for `nnx.split`, and the tree a loader must fill."""
         return nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
+    @staticmethod
+    def engine_params(params: nnx.State) -> nnx.State:
+        """Parameters as the engine's programs take them: the same arrays, on a CPU each layer's matrices apart."""
+        return nnx.State({**params, "layers": separate(params["layers"])})
+
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """The dense causal forward.
 
@@ -175,15 +181,17 @@ class Decoder(nnx.Module):
         cache: Any,
     ) -> tuple[jax.Array, Any]:
         graphdef, stacked = nnx.split(self.layers)
+        parts = ScannedLayers(stacked)
         layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         windows = self._windows()
 
         def body(carry: tuple[jax.Array, Any], xs: tuple[Any, ...]) -> tuple[tuple[jax.Array, Any], None]:
             x, cache = carry
-            params, layer, window = xs
+            slices, layer, window = xs
+            params = parts.layer(layer, slices)
             return nnx.merge(graphdef, params)(x, positions, attend(layer, window), cache), None
 
-        (x, cache), _ = jax.lax.scan(body, (self.embed(tokens), cache), (stacked, layers, windows))
+        (x, cache), _ = jax.lax.scan(body, (self.embed(tokens), cache), (parts.scanned, layers, windows))
         return self.final_norm(x), cache
 
     def _windows(self) -> np.ndarray | None:

@@ -6,16 +6,16 @@ It joins the scheduler (which decides), the runner (which computes) and text. Th
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from pagedjax import block_table, row_sampling
+from pagedjax import block_table
 from pagedjax.observer import Observer
-from pagedjax.outputs import FinishReason, RequestOutput
+from pagedjax.outputs import FinishReason
+from pagedjax.part_results import Candidates, PartResults, logprob_entry, next_candidates
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, STOPPED, Scheduled, StepPlan, StepResult
 from pagedjax.request import Request, Sequence
 from pagedjax.runner import Runner
@@ -50,12 +50,12 @@ class Engine:
         self.observer = observer or Observer()
         self._defragment_above = defragment_above
         self._failures = 0  # steps that failed in a row
-        self._ended: list[RequestOutput] = []
-        self._leaving: list[RequestOutput] = []  # what a step has returned while it still tells its events
+        self._ended: list[Request] = []
+        self._leaving: list[Request] = []  # what a step has returned while it still tells its events
 
     @property
-    def ended(self) -> list[RequestOutput]:
-        """Outputs that no caller of `step` has yet."""
+    def leaving(self) -> list[Request]:
+        """Requests that no caller of `step` has yet."""
         return [*self._leaving, *self._ended]
 
     def add(self, request: Request) -> Request:
@@ -89,7 +89,7 @@ class Engine:
         """Aborts a request of which nobody wants the output; an unknown id is fine."""
         if request_id in self.requests:
             self.abort(request_id)
-        self._ended = [output for output in self._ended if output.request_id != request_id]
+        self._ended = [request for request in self._ended if request.request_id != request_id]
 
     def change_params(self, params: Any, *, recompute: bool) -> None:
         """Uses other weights from the next step on; see `LLM.update_params`."""
@@ -129,62 +129,65 @@ class Engine:
 
     def knows(self, request_id: str) -> bool:
         """Whether a request with this id is unfinished, or its last output has still to be handed out."""
-        return request_id in self.requests or any(output.request_id == request_id for output in self._ended)
+        return request_id in self.requests or any(request.request_id == request_id for request in self._ended)
 
     def has_unfinished(self) -> bool:
         return bool(self.requests or self._ended)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Request]:
         """One plan, one run, one update.
 
         Returns:
-            The requests that got a token or ended, as they stand.
+            The requests that got a token or ended. Whoever wants to see one asks for its `output()`.
 
         Raises:
             ValueError: there are requests to compute, and the parameters are gone; nothing has changed.
             Whatever the device raised. The engine stays usable: its state is made anew and unfinished requests are
             computed again from their tokens; a failing step twice in a row ends the running ones with "error".
         """
-        leaving = self._leaving
+        leaving, touched = self._leaving, list[Request]()
         try:
-            outputs = self._step()
-            self._leaving = leaving + outputs
-            return outputs
+            touched = self._step()
         finally:
+            finished = {request for request in touched if request.finished}
+            self._leaving = leaving + touched
             try:
                 self.observer.deliver()
             finally:
                 self._leaving = leaving
+        # What an event's callback has ended meanwhile comes with the next step.
+        return [request for request in touched if request in finished or not request.finished]
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> list[Request]:
         if self.requests:
             self.runner.check_params()
-        outputs, self._ended = self._ended, []
+        ended, self._ended = self._ended, []
         if not self.requests:
-            return outputs
+            return ended
         try:
             plan = self.scheduler.schedule()
             self.observer.preempted(self.scheduler.take_preemptions(), self.requests)
             for admission in plan.admits:
                 self.observer.started(admission)
-            if plan.scheduled:
+            if plan.parts:
                 result = self.runner.run(plan)
                 if not result.ok:
                     raise RuntimeError("the device ran out of blocks that the scheduler had reserved")
-                touched = self._update(plan, result)
+                touched, closing = self._update(plan, result)
             else:
                 self.runner.change_rows(plan)
-                touched = []
+                touched, closing = [], []
         except BaseException as error:
-            self._ended = outputs + self._ended
+            self._ended = ended + self._ended
             self._recover(error)
             raise
         self.num_steps += 1
         self._failures = 0
-        outputs += [self._close(request) for request in touched]
+        for request in closing:
+            self._close(request)
         if not self.requests:
-            self._flush(outputs)
-        return outputs
+            self._flush(ended + touched)
+        return ended + touched
 
     def audit(self) -> None:
         """Checks that an idle engine holds nothing but cached blocks: the device's table and the host's account.
@@ -206,47 +209,55 @@ class Engine:
 
     # After a step
 
-    def _update(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Takes a result apart; returns the requests that got a token."""
-        ledger = self.scheduler.ledger
+    def _update(self, plan: StepPlan, result: StepResult) -> tuple[list[Request], list[Request]]:
+        """Takes a result apart; returns the requests that got a token or ended, and those that ended."""
+        ledger, parts = self.scheduler.ledger, plan.parts
+        of_parts = PartResults.of(plan, result, ledger.block_size)
         ledger.settle(result.num_free_blocks)
         self.num_proposed_tokens += result.num_proposed_tokens
         self.num_accepted_tokens += result.num_accepted_tokens
         touched: dict[Request, None] = {}
-        candidates: dict[Request, dict[int, list[tuple[int, float]]]] = {}  # of each beam of a search
-        filled = iter(result.filled.tolist())  # in row order, as the tokens are
-        start = 0  # of the row's tokens among the step's packed ones
-        for row, part in sorted(plan.scheduled.items()):
-            sequence = part.sequence
-            seq_len = int(result.seq_lens[row])
-            if seq_len < part.first_position + part.num_tokens:
-                raise RuntimeError(f"row {row} did not advance: the device holds its sequence for ended")
-            first_block, size = part.first_position // self.scheduler.block_size, self.scheduler.block_size
-            block_ids = list(itertools.islice(filled, seq_len // size - first_block)) if ledger.cache else []
-            if sequence.epoch == part.epoch:
+        candidates: dict[Request, Candidates] = {}
+        finished: list[Sequence] = []
+        versions = [plan.weights_version] * len(result.tokens)
+        columns = zip(parts.sequences, parts.epochs, of_parts.seq_lens, of_parts.tokens, of_parts.goes_on, strict=True)
+        for place, (sequence, epoch, seq_len, tokens, goes_on) in enumerate(columns):
+            if sequence.epoch != epoch:  # given up while the step ran
+                ledger.discard(of_parts.block_ids[place])
+                continue
+            if sequence.num_computed != seq_len:
                 ledger.advance(sequence, seq_len)
-                self._take_scores(part, result, start)
-                if sequence.request.beams is not None:
-                    if result.tokens[0, row] != NO_TOKEN:
-                        candidates.setdefault(sequence.request, {})[sequence.index] = _candidates(result, row)
-                elif self._take_tokens(row, sequence, result, plan.weights_version):
+            if goes_on and sequence.wants_ids_only:
+                if not sequence.output_ids:
+                    self.observer.drew(sequence.request, sequence.index)
+                sequence.output_ids += tokens
+                sequence.weights_versions += versions
+                self.num_generated_tokens += len(tokens)
+                touched[sequence.request] = None
+            elif sequence.request.beams is None:
+                part = parts.part(place)
+                self._take_scores(part, result, of_parts.starts[place])
+                if self._take_tokens(part, tokens, of_parts.finishes[place], result, plan.weights_version):
                     self.observer.drew(sequence.request, sequence.index)
                     touched[sequence.request] = None
-                ledger.fill(sequence, first_block, block_ids)
+                if sequence.finished:
+                    finished.append(sequence)
+            elif tokens[0] != NO_TOKEN:
+                row = int(parts.rows[place])
+                candidates.setdefault(sequence.request, {})[sequence.index] = next_candidates(result, row)
+            if block_ids := of_parts.block_ids[place]:
+                ledger.fill(sequence, int(parts.first_positions[place]) // ledger.block_size, block_ids)
+            if ledger.window is not None:
                 ledger.pass_window(sequence)
-            else:
-                ledger.discard(block_ids)
-            start += part.num_tokens
-        for part in plan.scheduled.values():  # after all windows: the account is what the device has before any release
-            if part.sequence.finished and part.sequence.epoch == part.epoch:
-                self.scheduler.finish(part.sequence)
+        for sequence in finished:  # after all windows: the account is what the device has before any release
+            self.scheduler.finish(sequence)
         for request, of_beam in candidates.items():
             self._advance_beams(request, of_beam)
-            if request.finished:
-                touched[request] = None
-        return list(touched)
+        may_have_ended = dict.fromkeys([*(sequence.request for sequence in finished), *candidates])
+        closing = [request for request in may_have_ended if request.finished]
+        return list(touched | dict.fromkeys(closing)), closing
 
-    def _advance_beams(self, request: Request, candidates: dict[int, list[tuple[int, float]]]) -> None:
+    def _advance_beams(self, request: Request, candidates: Candidates) -> None:
         beams = request.beams
         assert beams is not None
         self.observer.drew(request, 0)
@@ -260,24 +271,26 @@ class Engine:
             self.scheduler.finish(sequence)
             self.num_generated_tokens += len(sequence.output_ids)
 
-    def _take_tokens(self, row: int, sequence: Sequence, result: StepResult, weights_version: int) -> bool:
-        took = False
-        for index, token in enumerate(result.tokens[:, row]):
+    def _take_tokens(
+        self, part: Scheduled, tokens: list[int], finishes: list[int], result: StepResult, weights_version: int
+    ) -> bool:
+        """Gives a sequence what it drew, one by one until it ends; whether that was anything."""
+        sequence, params, took = part.sequence, part.sequence.params, False
+        for line, (token, finish) in enumerate(zip(tokens, finishes, strict=True)):
             if sequence.finished:
                 break
             if token == NO_TOKEN:
                 continue
-            finish = result.finish[index, row]
-            sequence.push(int(token), stopped=finish == STOPPED, at_length=finish == AT_LENGTH)
+            sequence.push(token, stopped=finish == STOPPED, at_length=finish == AT_LENGTH)
             self.num_generated_tokens += 1
             sequence.weights_versions.append(weights_version)
-            if sequence.params.logprobs is not None:
-                entry = _logprob_entry(result.logprobs, (index, row), int(token), sequence.params.logprobs)
+            if params.logprobs is not None:
+                entry = logprob_entry(result.logprobs, (line, part.row), token, params.logprobs)
                 sequence.logprobs.append(entry)
-                sequence.cumulative_logprob += entry[int(token)]
-            if sequence.params.sampled_logprobs:
-                sequence.sampled_logprobs.append(float(result.drawn.token[index, row]))
-                sequence.kept_masses.append(float(result.drawn.kept_mass[index, row]))
+                sequence.cumulative_logprob += entry[token]
+            if params.sampled_logprobs:
+                sequence.sampled_logprobs.append(float(result.drawn.token[line, part.row]))
+                sequence.kept_masses.append(float(result.drawn.kept_mass[line, part.row]))
             took = True
         return took
 
@@ -292,20 +305,19 @@ class Engine:
         for offset in range(part.num_tokens):
             position = part.first_position + offset + 1
             if wanted <= position < len(given):
-                entry = _logprob_entry(result.prompt_logprobs, (start + offset,), given[position], num_top)
+                entry = logprob_entry(result.prompt_logprobs, (start + offset,), given[position], num_top)
                 sequence.scores.append(entry)
 
-    def _close(self, request: Request) -> RequestOutput:
-        if request.finished:
-            del self.requests[request.request_id]
-            self.observer.finished(request)
-        return request.output()
+    def _close(self, request: Request) -> None:
+        """Forgets a request that has finished."""
+        del self.requests[request.request_id]
+        self.observer.finished(request)
 
-    def _flush(self, outputs: Iterable[RequestOutput] = ()) -> None:
+    def _flush(self, touched: Iterable[Request] = ()) -> None:
         """Gives back the blocks of the last rows, and what has left the cache, for which no further step would come;
         and tidies the pool up, where that is wanted.
 
-        If that fails, `outputs` that were about to be handed out come out of the next `step`.
+        If that fails, the requests that were about to be handed out come out of the next `step`.
         """
         try:
             if self.scheduler.has_changes:
@@ -313,7 +325,7 @@ class Engine:
             if self._defragment_above is not None and self.scheduler.ledger.fragmentation > self._defragment_above:
                 self._defragment()
         except BaseException as error:
-            self._ended = [*outputs, *self._ended]
+            self._ended = [*touched, *self._ended]
             self._recover(error)
             raise
 
@@ -331,34 +343,18 @@ class Engine:
                 logger.error("request %r ends with an error", request.request_id, exc_info=error)
                 self._end(request, "error")
             self._failures = 0
-        self._ended += [self._close(request) for request in list(self.requests.values()) if request.finished]
+        for request in [request for request in self.requests.values() if request.finished]:
+            self._close(request)
+            self._ended.append(request)
         self.scheduler.reset()
         self.runner.reset()
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request from outside; its output comes out of the next `step`."""
-        del self.requests[request.request_id]
+        """Ends a request from outside; it comes out of the next `step`."""
         if request.beams is not None:
             request.show_beams()
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.finish(sequence, reason)
-        self.observer.finished(request)
-        self._ended.append(request.output())
-
-
-def _candidates(result: StepResult, row: int) -> list[tuple[int, float]]:
-    """The most likely next tokens of a row, with their logprobs."""
-    ids, values = result.logprobs.top_ids[0, row].tolist(), result.logprobs.top[0, row].tolist()
-    return [(token, value) for token, value in zip(ids, values, strict=True) if token != row_sampling.NO_TOKEN]
-
-
-def _logprob_entry(logprobs: Any, index: tuple[int, ...], token: int, num_top: int) -> dict[int, float]:
-    """The top `num_top` tokens and `token` itself, most likely first."""
-    entry = {
-        int(i): float(v)
-        for i, v in zip(logprobs.top_ids[index][:num_top], logprobs.top[index][:num_top], strict=True)
-        if i != row_sampling.NO_TOKEN
-    }
-    entry.setdefault(token, float(logprobs.token[index]))
-    return entry
+        self._close(request)
+        self._ended.append(request)

@@ -33,6 +33,7 @@ from pagedjax.outbox import Outbox
 from pagedjax.outputs import RequestOutput, Score
 from pagedjax.params import check_on_one_device, device_bytes, param_dtype, place_params, replace_params
 from pagedjax.prompts import Prompt, at_index, match_params, parse_continuations, parse_prompt, parse_prompts
+from pagedjax.request import Request
 from pagedjax.rollout import Rollout
 from pagedjax.runner import Runner
 from pagedjax.sampling_params import SamplingParams
@@ -105,6 +106,7 @@ class LLM:
             num_blocks=num_blocks,
             kv_dtype=kv_dtype,
             num_vocab_tokens=vocab_size,
+            engine_params=getattr(model, "engine_params", None) if parallel is None else None,
         )
         scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -262,9 +264,7 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("stream yields text, which needs a tokenizer; use add_request and step for token ids")
         text, ids = parse_prompt(prompt, self.tokenizer)
-        request_id = self._new_id("stream")
-        self._engine.add(self._maker.sampled(request_id, text, ids, params))
-        deltas = self._stream(request_id)
+        deltas = self._stream(self._maker.sampled(self._new_id("stream"), text, ids, params))
         next(deltas)  # a generator that has begun is also cleaned up if nobody ever asks it for text
         return deltas
 
@@ -319,9 +319,9 @@ class LLM:
         parsed = parse_continuations(continuations, text, ids, self.tokenizer)
         if not parsed:
             return []
-        request = self._engine.add(self._maker.scored(request_id, ids, parsed, cache_salt))
         box = self._outbox.claim([request_id])
         try:
+            request = self._engine.add(self._maker.scored(request_id, ids, parsed, cache_salt))
             while not request.finished:
                 self._outbox.take(box)
         finally:
@@ -454,11 +454,7 @@ class LLM:
                 bar.set_postfix_str(name, refresh=False)
                 bar.update()
 
-            self._runner.on_compile = show
-            try:
-                self._runner.warmup()
-            finally:
-                self._runner.on_compile = _quiet
+            self._runner.warmup(show)
 
     @property
     def plan(self) -> capacity.EnginePlan:
@@ -551,11 +547,12 @@ class LLM:
             self._outbox.give_up(ids)
         return [done[request_id] for request_id in ids]
 
-    def _stream(self, request_id: str) -> Iterator[str]:
+    def _stream(self, request: Request) -> Iterator[str]:
         shown = 0
         finished = False
-        box = self._outbox.claim([request_id])
+        box = self._outbox.claim([request.request_id])
         try:
+            self._engine.add(request)
             yield ""
             while not finished:
                 for output in self._outbox.take(box):
@@ -564,7 +561,7 @@ class LLM:
                         yield text[shown:]
                         shown = len(text)
         finally:
-            self._outbox.give_up([request_id])
+            self._outbox.give_up([request.request_id])
 
     def _progress(self) -> dict[str, str]:
         stats = self.stats()

@@ -2,6 +2,8 @@
 
 The plan says how many tokens each row gets, never which blocks: the device owns those. Plain Python and numpy, so the
 scheduler runs without jax.
+
+Letters: P sequences that take part in a step, R rows.
 """
 
 from __future__ import annotations
@@ -21,12 +23,57 @@ RUNNING, STOPPED, AT_LENGTH = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
-    """A sequence's part of a plan. `epoch` tells a result for a row that was given up meanwhile from a current one."""
+    """A sequence's part of a plan, as `Parts` has it in columns."""
 
     sequence: Sequence
+    row: int
     epoch: int
-    first_position: int  # position of the first token computed
-    num_tokens: int  # tokens of the first inner step
+    first_position: int
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Who takes part in a step, in columns: with hundreds of rows, objects for each would take most of the host's time.
+
+    Attributes:
+        sequences: P of them.
+        epochs: of each; tells a result for a row that was given up meanwhile from a current one.
+        rows: i32[P].
+        first_positions: i32[P] of the first token computed.
+        num_tokens: i32[P] in the first inner step.
+    """
+
+    sequences: list[Sequence]
+    epochs: list[int]
+    rows: np.ndarray
+    first_positions: np.ndarray
+    num_tokens: np.ndarray
+
+    @classmethod
+    def of(cls, num_tokens: dict[Sequence, int], last: Parts | None = None) -> Parts:
+        """Of sequences whose `num_computed` includes these tokens.
+
+        Args:
+            num_tokens: by sequence.
+            last: of the plan before: where it has the same sequences, their rows are taken from it.
+        """
+        sequences, counts = list(num_tokens), np.array(list(num_tokens.values()), np.int32)
+        epochs = [sequence.epoch for sequence in sequences]
+        if last is not None and (sequences, epochs) == (last.sequences, last.epochs):  # an epoch has one row
+            rows = last.rows
+        else:
+            rows = np.array([sequence.row for sequence in sequences], np.int32)
+        computed = np.array([sequence.num_computed for sequence in sequences], np.int32)
+        return cls(sequences, epochs, rows, computed - counts, counts)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def part(self, place: int) -> Scheduled:
+        columns = (self.rows, self.first_positions, self.num_tokens)
+        row, first, count = (int(column[place]) for column in columns)
+        return Scheduled(self.sequences[place], row, self.epochs[place], first, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,23 +107,28 @@ class StepPlan:
     releases: list[int] = dataclasses.field(default_factory=list)
     drops: list[int] = dataclasses.field(default_factory=list)  # ids of blocks that leave the prefix cache
     admits: list[Admission] = dataclasses.field(default_factory=list)
-    scheduled: dict[int, Scheduled] = dataclasses.field(default_factory=dict)  # by row
+    parts: Parts = dataclasses.field(default_factory=lambda: Parts.of({}))
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
     num_steps: int = 1
     num_proposals: int = 0
     weights_version: int = 0  # of the weights that are to compute it
 
     @property
+    def scheduled(self) -> dict[int, Scheduled]:
+        """The parts one by one, by row."""
+        parts = [self.parts.part(place) for place in range(len(self.parts))]
+        return {part.row: part for part in parts}
+
+    @property
     def num_new_tokens(self) -> np.ndarray:  # i32[R]
         counts = np.zeros(self.num_rows, np.int32)
-        for row, part in self.scheduled.items():
-            counts[row] = part.num_tokens
+        counts[self.parts.rows] = self.parts.num_tokens
         return counts
 
     @property
     def total_new_tokens(self) -> int:
         """Token places that an inner step needs."""
-        return sum(part.num_tokens + self.num_proposals for part in self.scheduled.values())
+        return int(self.parts.num_tokens.sum()) + self.num_proposals * len(self.parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ pool and catch up with `num_tokens`, the tokens that are known.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 from pagedjax.beam_search import Beam, BeamSearch
@@ -65,6 +66,19 @@ class Sequence:
     def params(self) -> SamplingParams:
         return self.request.params
 
+    # What is wanted is asked in every step, but only once the sequence is queued, and then it does not change.
+
+    @functools.cached_property
+    def wants_logprobs(self) -> bool:
+        """Of any kind, of drawn tokens or of known ones."""
+        params = self.params
+        return params.logprobs is not None or params.sampled_logprobs or self.scores_from is not None
+
+    @functools.cached_property
+    def wants_ids_only(self) -> bool:
+        """Whether of its tokens nothing is wanted but their ids."""
+        return not self.wants_logprobs and self.request.beams is None and not self.text.makes_text
+
     @property
     def given_ids(self) -> list[int]:
         """The tokens that are not drawn: the prompt, and a continuation that is to be scored."""
@@ -101,6 +115,12 @@ class Sequence:
     def token_ids(self) -> list[int]:
         """Those of `num_tokens`."""
         return self.request.prompt_ids + self.continuation[:-1] + self.output_ids
+
+    def ids_between(self, start: int, end: int) -> list[int]:
+        """`token_ids[start:end]`, without a copy of all the others."""
+        prompt_len = len(self.request.prompt_ids)
+        rest = self.continuation[:-1] + self.output_ids if self.continuation else self.output_ids
+        return self.request.prompt_ids[start:end] + rest[max(start - prompt_len, 0) : max(end - prompt_len, 0)]
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the sequence; text that was held back comes out, and may still complete a stop string.
@@ -171,7 +191,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
+        return None not in [sequence.finish_reason for sequence in self.sequences]
 
     def restart_beams(self) -> None:
         """A beam search begins anew, from the prompt."""

@@ -6,8 +6,10 @@ behind one's back; which exist is known at the start, from the ladder of token c
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +45,7 @@ class Runner:
         num_blocks: blocks of the pool, the null block included.
         kv_dtype: of the pool.
         num_vocab_tokens: ids that can be drawn; those above are padding of the vocabulary.
+        engine_params: the parameters as the programs take them, the same memory held otherwise; None: as they are.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class Runner:
         num_blocks: int,
         kv_dtype: Any,
         num_vocab_tokens: int,
+        engine_params: Callable[[Any], Any] | None = None,
     ) -> None:
+        self._engine_params = engine_params or (lambda params: params)
         self.graphdef, self.params, self.config = graphdef, params, config
         self._model_config, self._num_vocab_tokens = model_config, num_vocab_tokens
         self._num_blocks, self._kv_dtype = num_blocks, kv_dtype
@@ -77,10 +82,25 @@ class Runner:
         """Names of the programs compiled so far."""
         return tuple(self._programs)
 
-    def warmup(self) -> None:
-        """Compiles every program; afterwards `strict_compile` holds."""
-        for name in self.program_names:
-            self._program(name)
+    def warmup(self, on_compiled: Callable[[str], None] = lambda name: None) -> None:
+        """Compiles every program, as many at a time as there are cores; afterwards `strict_compile` holds.
+
+        Args:
+            on_compiled: told each program that is ready.
+        """
+        start = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            compiling = {}
+            for name in self.program_names:
+                if name in self._programs:
+                    on_compiled(name)
+                else:  # lowered here: what is set for this thread, such as the default device, is not for others
+                    compiling[threads.submit(self._lower(name).compile)] = name
+            for done in concurrent.futures.as_completed(compiling):
+                self._programs[compiling[done]] = done.result()
+                on_compiled(compiling[done])
+        if compiling:
+            self.compile_seconds += time.perf_counter() - start
         self._warm = True
 
     def reset(self) -> None:
@@ -97,6 +117,7 @@ class Runner:
 
     @params.setter
     def params(self, params: Any) -> None:
+        self._program_params = self._engine_params(params)  # first, as it may raise
         self._params, self._param_leaves = params, jax.tree.leaves(params)  # the leaves are looked at in every step
 
     def check_params(self) -> None:
@@ -145,21 +166,23 @@ class Runner:
         counts = [plan.num_new_tokens, np.int32(plan.num_steps)]
         if plan.num_proposals:
             counts.append(np.int32(plan.num_proposals))
-        self.state, result = program(self.params, self.state, *counts)
+        self.state, result = program(self._program_params, self.state, *counts)
         return self._fetch(plan, result)
 
     def _fetch(self, plan: StepPlan, result: DeviceResult) -> StepResult:
         num_steps, num_rows = self.config.decode_steps, self.config.max_num_seqs
         num_lines = num_steps * (1 + self.config.num_speculative_tokens if plan.num_proposals else 1)
+        used = slice(None if plan.num_proposals else plan.num_steps)
         tokens, finish, seq_lens, counts, filled = np.split(
             np.asarray(result.packed), np.cumsum([num_lines * num_rows, num_lines * num_rows, num_rows, NUM_COUNTS])
         )
-        params = [part.sequence.params for part in plan.scheduled.values()]
+        asking = [sequence for sequence in plan.parts.sequences if sequence.wants_logprobs]
+        params = [sequence.params for sequence in asking]
         wanted = any(p.logprobs is not None for p in params)
-        prompt_wanted = any(part.sequence.next_score is not None for part in plan.scheduled.values())
+        prompt_wanted = any(sequence.next_score is not None for sequence in asking)
         return StepResult(
-            tokens=tokens.reshape(num_lines, num_rows),
-            finish=finish.reshape(num_lines, num_rows),
+            tokens=tokens.reshape(num_lines, num_rows)[used],
+            finish=finish.reshape(num_lines, num_rows)[used],
             seq_lens=seq_lens,
             num_free_blocks=int(counts[0]),
             filled=filled[: counts[2]],
@@ -242,30 +265,30 @@ class Runner:
                 raise RuntimeError(f"program {name} is not compiled, and strict_compile is on; llm.plan lists the set")
             self.on_compile(name)
             start = time.perf_counter()
-            self._programs[name] = self._compile(name)
+            self._programs[name] = self._lower(name).compile()
             seconds = time.perf_counter() - start
             self.compile_seconds += seconds
             logger.info("compiled %s in %.1f s", name, seconds)
         return self._programs[name]
 
-    def _compile(self, name: str) -> Callable[..., Any]:
+    def _lower(self, name: str) -> jax.stages.Lowered:
         state = self.state
         if name == "rows":
             changes = Changes.none(state.rows, self.config.max_blocks_per_seq)
-            return _lower(self._parallel, change_rows, (state.table, state.rows, changes), (0, 1)).compile()
+            return _lower(self._parallel, change_rows, (state.table, state.rows, changes), (0, 1))
         if name == "defragment":
-            return _lower(self._parallel, _defragment, (state.table, state.kv_pages), (0, 1), num_results=1).compile()
+            return _lower(self._parallel, _defragment, (state.table, state.kv_pages), (0, 1), num_results=1)
         kind, size = name.removesuffix("]").split("[")
         return lower_step(
             self.graphdef,
-            self.params,
+            self._program_params,
             self.state,
             self.config,
             self._model_config,
             num_vocab_tokens=self._num_vocab_tokens,
             num_tokens=int(size),
             max_proposals=self.config.num_speculative_tokens if kind == "verify" else 0,
-        ).compile()
+        )
 
 
 def lower_step(

@@ -9,6 +9,8 @@ Invariants:
 - Blocks are reserved in arrival order and only later arrivals are preempted for earlier ones, so the oldest running
   sequence advances in every step; since a sequence that cannot fit the empty pool is refused, it ends.
 - A row is given up in one place, `_release`.
+- A running sequence that does not prefill has one pending token when a plan begins, and none when it is made. So a plan
+  looks closely only at the rows that prefill, need a block, start or end.
 - A beam search has its rows and all the blocks it may come to need set aside when it starts, and is not preempted: its
   beams go on together. An older sequence may have to wait for it, but not for ever: it ends.
 """
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Iterable
 
 from pagedjax.beam_reserve import BeamReserve
 from pagedjax.block import NULL_BLOCK, Block, BlockKey
 from pagedjax.block_ledger import BlockLedger
 from pagedjax.events import Preemption, PreemptionReason
 from pagedjax.outputs import FinishReason
-from pagedjax.plan import Admission, Scheduled, StepPlan
+from pagedjax.plan import Admission, Parts, StepPlan
 from pagedjax.prefix_cache import PrefixCache
 from pagedjax.request import Request, Sequence
 from pagedjax.sequence_start import Start, find_start, keys_to_come
@@ -88,6 +91,8 @@ class Scheduler:
         )
         self._num_arrivals = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._prefilling: dict[Sequence, None] = {}  # running, with tokens left that they know
+        self._last_parts: Parts | None = None  # of the last plan
         self._releases: list[int] = []  # rows given up since the last plan
         self._beams = BeamReserve(self.ledger)
         self._forks: dict[Request, list[int]] = {}  # beams that change places in the next plan
@@ -153,6 +158,7 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         sequence.weights_version = weights_version
         self.running.append(sequence)
+        self._prefilling[sequence] = None
         self.ledger.resume(sequence, blocks, num_tokens)
         return sequence.row
 
@@ -227,34 +233,43 @@ class Scheduler:
         if not self.running:
             self.ledger.settle_idle()
         self._fork_beams(plan)
-        budget = self._allot(plan)
+        tokens = self._allot(plan)
         if not plan.preempted:
-            self._admit(plan, budget)
-        plan.num_steps, plan.num_proposals = self._extend(plan)
+            self._admit(plan, tokens)
+        self._prefilling = {sequence: None for sequence in self._prefilling if sequence.num_pending > 0}
+        plan.parts = self._last_parts = Parts.of(tokens, self._last_parts)
+        plan.num_steps, plan.num_proposals = self._extend(tokens)
         self.least_available_blocks = min(self.least_available_blocks, self.ledger.num_available_blocks)
         plan.releases, self._releases = self._releases, []
         plan.drops = self.ledger.take_drops()
-        if plan.scheduled:  # only then a result comes back; else the credits count towards the next plan that has one
+        if tokens:  # only then a result comes back; else the credits count towards the next plan that has one
             self.ledger.dispatch()
         return plan
 
     # How a plan comes about: tokens first, then blocks, then newcomers, then further inner steps.
 
-    def _allot(self, plan: StepPlan) -> int:
-        """Gives running sequences their tokens and blocks; returns the tokens left of the budget."""
-        budget = self.max_num_batched_tokens
-        tokens: dict[Sequence, int] = {}
-        later = len(self.running)  # rows that still must get a token
-        for sequence in sorted(self.running, key=lambda s: s.num_pending > 1):  # stable: decode rows, then by arrival
-            later -= 1
-            tokens[sequence] = min(sequence.num_pending, budget - later)
-            budget -= tokens[sequence]
-        for sequence in list(self.running):
+    def _allot(self, plan: StepPlan) -> dict[Sequence, int]:
+        """Gives running sequences their tokens and blocks; returns how many tokens each computes."""
+        tokens = dict.fromkeys(self.running, 1)
+        left = self.max_num_batched_tokens - len(tokens)
+        for sequence in sorted(self._prefilling, key=_arrival):
+            more = min(sequence.num_pending - 1, left)
+            tokens[sequence] += more
+            left -= more
+        growths = self.ledger.growths(tokens)
+        needed = sum(growths.values())
+        if needed <= self._num_available_blocks:
+            self.ledger.debit(needed)
+            self.ledger.advance_all(tokens, growths)
+            return tokens
+        scheduled: dict[Sequence, int] = {}
+        for sequence, num_tokens in tokens.items():
             if sequence.row is None:
                 continue  # preempted for an earlier one in this very plan
-            if self._reserve(sequence, tokens[sequence], plan):
-                self._schedule(sequence, tokens[sequence], plan)
-        return self.max_num_batched_tokens - plan.total_new_tokens
+            if self._reserve(sequence, num_tokens, plan):
+                self.ledger.advance(sequence, sequence.num_computed + num_tokens)
+                scheduled[sequence] = num_tokens
+        return scheduled
 
     def _reserve(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Debits the blocks for `num_tokens` more, preempting later arrivals; False if it had to give way itself."""
@@ -267,26 +282,25 @@ class Scheduler:
         self.ledger.debit(needed)
         return True
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Starts waiting sequences while rows, tokens and blocks last.
+    def _admit(self, plan: StepPlan, tokens: dict[Sequence, int]) -> None:
+        """Starts waiting sequences while rows, tokens and blocks last, and adds what they compute to `tokens`.
 
         A sequence starts only if all its known tokens will fit beside what earlier ones still have to prefill.
         """
-        if not self.waiting:
+        if not self.waiting or len(self.running) + self._beams.num_rows >= self.max_running:
             return
-        owed = sum(self.ledger.room(s.num_computed, self.reserved_len(s)) for s in self.running)
-        coming = {key for part in plan.scheduled.values() for key in keys_to_come(self.ledger, part)}
         held: list[Sequence] = []
         try:
-            self._start_waiting(plan, budget, owed, coming, held)
+            self._start_waiting(plan, tokens, held)
         finally:
             for sequence in held:
                 self.waiting.add(sequence)
 
-    def _start_waiting(
-        self, plan: StepPlan, budget: int, owed: int, coming: set[BlockKey], held: list[Sequence]
-    ) -> None:
+    def _start_waiting(self, plan: StepPlan, tokens: dict[Sequence, int], held: list[Sequence]) -> None:
         """Starts sequences in order of arrival, and moves those that have to wait for a prefix to `held`."""
+        budget = self.max_num_batched_tokens - sum(tokens.values())
+        owed = sum(self.ledger.room(s.num_computed, self.reserved_len(s)) for s in self.owing)
+        coming = self._keys_to_come(tokens)
         while self.waiting and budget > 0 and len(held) < MOST_HELD:
             sequence = self.waiting.first
             num_rows = 1 if sequence.request.beams is None else len(sequence.request.sequences)
@@ -295,7 +309,7 @@ class Scheduler:
             if held and held[-1].request is sequence.request:  # its samples wait together
                 held.append(self.waiting.pop())
                 continue
-            start = find_start(self.ledger, sequence, plan, coming)
+            start = find_start(self.ledger, sequence, tokens, plan, coming)
             if start is None:
                 held.append(self.waiting.pop())
                 continue
@@ -303,13 +317,26 @@ class Scheduler:
             if self._start_cost(sequence, start) + watermark + owed > self._num_available_blocks:
                 break
             self.waiting.pop()
-            row = self._start_row(sequence, start, plan)
-            num_tokens = min(sequence.num_pending, budget)
+            self._start_row(sequence, start, plan)
+            tokens[sequence] = num_tokens = min(sequence.num_pending, budget)
             budget -= num_tokens
             self.ledger.debit(self.ledger.growth(sequence, num_tokens))
-            self._schedule(sequence, num_tokens, plan)
-            coming.update(keys_to_come(self.ledger, plan.scheduled[row]))
+            self.ledger.advance(sequence, sequence.num_computed + num_tokens)
+            coming |= self._keys_to_come({sequence: num_tokens})
             owed += self.ledger.room(sequence.num_computed, self.reserved_len(sequence))
+
+    def _keys_to_come(self, tokens: dict[Sequence, int]) -> set[BlockKey]:
+        """Of the sequences that fill a block in this plan, or prefill."""
+        if self.ledger.cache is None:
+            return set()
+        size, prefilling = self.block_size, self._prefilling
+        fill = {s: count for s, count in tokens.items() if s.num_computed % size < count or s in prefilling}
+        return keys_to_come(self.ledger, fill)
+
+    @property
+    def owing(self) -> Iterable[Sequence]:
+        """Running sequences that may have computed less than `reserved_len` when all have their tokens."""
+        return self._prefilling
 
     def reserved_len(self, sequence: Sequence) -> int:
         """Tokens for which an admitted sequence has room set aside: those it knows. What it generates has to find its
@@ -325,10 +352,11 @@ class Scheduler:
             return self._beams.most_blocks(sequence.request) - len(shared) + woken
         return self.ledger.room(num_shared * self.block_size, self.reserved_len(sequence)) + woken
 
-    def _start_row(self, sequence: Sequence, start: Start, plan: StepPlan) -> int:
-        sequence.row = row = self._free_rows.pop()
+    def _start_row(self, sequence: Sequence, start: Start, plan: StepPlan) -> None:
+        sequence.row = self._free_rows.pop()
         sequence.weights_version = self.ledger.weights_version
         insort(self.running, sequence, key=_arrival)
+        self._prefilling[sequence] = None
         if sequence.request.beams is not None:
             self._beams.running[sequence.request] = None
         cached = start.blocks if start.parent is None else []
@@ -340,24 +368,23 @@ class Scheduler:
             request.num_cached_tokens = start.num_tokens
             self.num_cached_tokens += start.num_tokens
             self.num_prompt_tokens += len(request.prompt_ids)
-        return row
 
-    def _extend(self, plan: StepPlan) -> tuple[int, int]:
+    def _extend(self, tokens: dict[Sequence, int]) -> tuple[int, int]:
         """How many inner steps: no more than the shortest remaining work, and one while anyone prefills or searches.
         And how many proposals of a row in each: none in these cases. Where blocks are short, steps go first."""
-        parts = list(plan.scheduled.values())
-        if not parts or any(p.num_tokens > 1 or p.sequence.num_pending > 0 or p.sequence.request.beams for p in parts):
+        one_at_most = self.decode_steps == 1 and not self.num_speculative_tokens
+        if one_at_most or not tokens or self._prefilling or self._beams.running or max(tokens.values()) > 1:
             return 1, 0
-        left = [p.sequence.end_len - p.sequence.num_tokens for p in parts]
+        left = [sequence.end_len - sequence.num_computed for sequence in tokens]
         steps = min(self.decode_steps, *left)
-        places = self.max_num_batched_tokens // len(parts)
+        places = self.max_num_batched_tokens // len(tokens)
         proposals = min(self.num_speculative_tokens, places - 1, max(left) - 1)
-        if any(p.sequence.next_score is not None for p in parts):
+        if proposals > 0 and any(sequence.next_score is not None for sequence in tokens):
             proposals = 0  # a step that verifies has no logprobs of known tokens
         while steps > 1 or proposals > 0:
             # A row's last token is never computed: all but one of those left need a slot, and one of them has it.
-            more = [min(steps * (1 + proposals), tokens) - 1 for tokens in left]
-            needed = sum(self.ledger.growth(p.sequence, count) for p, count in zip(parts, more, strict=True))
+            more = [min(steps * (1 + proposals), tokens_left) - 1 for tokens_left in left]
+            needed = sum(self.ledger.growths(dict(zip(tokens, more, strict=True))).values())
             if needed <= self._num_available_blocks:
                 self.ledger.debit(needed)
                 break
@@ -386,14 +413,8 @@ class Scheduler:
 
     # Rows
 
-    def _schedule(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
-        assert sequence.row is not None
-        plan.scheduled[sequence.row] = Scheduled(sequence, sequence.epoch, sequence.num_computed, num_tokens)
-        self.ledger.advance(sequence, sequence.num_computed + num_tokens)
-
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         assert sequence.row is not None
-        plan.scheduled.pop(sequence.row, None)
         self.running.remove(sequence)
         self._log_preemption(sequence, "blocks")
         self._release(sequence)
@@ -412,6 +433,7 @@ class Scheduler:
         self.ledger.release(sequence)
         self._releases.append(sequence.row)
         self._free_rows.append(sequence.row)
+        self._prefilling.pop(sequence, None)
         sequence.row = None
         sequence.epoch += 1
         searches = sequence.request.beams is not None

@@ -10,7 +10,7 @@ import dataclasses
 
 from pagedjax.block import Block, BlockKey
 from pagedjax.block_ledger import BlockLedger
-from pagedjax.plan import Scheduled, StepPlan
+from pagedjax.plan import StepPlan
 from pagedjax.request import Sequence
 
 
@@ -23,14 +23,17 @@ class Start:
     parent: int | None  # the row they are forked from; None: they come from the prefix cache
 
 
-def find_start(ledger: BlockLedger, sequence: Sequence, plan: StepPlan, coming: set[BlockKey]) -> Start | None:
+def find_start(
+    ledger: BlockLedger, sequence: Sequence, tokens: dict[Sequence, int], plan: StepPlan, coming: set[BlockKey]
+) -> Start | None:
     """The start that spares a sequence most, or None: it should wait for a better one.
 
     Args:
         ledger: of the pool.
         sequence: waiting, the next to start.
-        plan: as made so far; what it computes can be taken from the next plan on.
-        coming: `keys_to_come` of everything in the plan.
+        tokens: that each running sequence computes in the plan; they can be taken over from the next plan on.
+        plan: as made so far.
+        coming: `keys_to_come` of all these tokens.
     """
     limit = sequence.num_reusable
     start = Start([], 0, None)
@@ -52,18 +55,24 @@ def find_start(ledger: BlockLedger, sequence: Sequence, plan: StepPlan, coming: 
             continue
         # A fork takes what the device holds before this plan: of a row that this plan starts, nothing.
         starting = any(admission.sequence is sibling for admission in plan.admits)
-        if starting or plan.scheduled[sibling.row].first_position < shared:
+        if starting or sibling.num_computed - tokens[sibling] < shared:
             wait = True
         elif ledger.reaches_back(sibling, shared):
             return Start(list(sibling.blocks), shared, sibling.row)
     return None if wait else start
 
 
-def keys_to_come(ledger: BlockLedger, part: Scheduled) -> list[BlockKey]:
-    """Keys of the full blocks, of tokens it knows, that a running sequence has not filled before this plan."""
-    sequence, first = part.sequence, part.first_position // ledger.block_size
-    num_known = sequence.num_tokens // ledger.block_size
-    current = sequence.weights_version == ledger.weights_version
-    if ledger.cache is None or first == num_known or not current:
-        return []
-    return ledger.keys(sequence, num_known)[first:]
+def keys_to_come(ledger: BlockLedger, tokens: dict[Sequence, int]) -> set[BlockKey]:
+    """Keys of the full blocks, of tokens they know, that running sequences had not filled before this plan.
+
+    Args:
+        ledger: of the pool; it has a cache.
+        tokens: that each computes in the plan; its `num_computed` includes them.
+    """
+    keys: set[BlockKey] = set()
+    for sequence, count in tokens.items():
+        first = (sequence.num_computed - count) // ledger.block_size
+        num_known = sequence.num_tokens // ledger.block_size
+        if first < num_known and sequence.weights_version == ledger.weights_version:
+            keys.update(ledger.keys(sequence, num_known)[first:])
+    return keys

@@ -310,5 +310,8 @@ def _prompt_logprobs(
             lambda buffer, values: jax.lax.dynamic_update_slice_in_dim(buffer, values, start, 0), buffers, found
         )
 
-    num_tiles = jnp.where(jnp.any(wanted), -(-num_tokens // size), 0)
-    return jax.lax.fori_loop(0, num_tiles, tile, buffers)
+    def all_tiles(buffers: TokenLogprobs) -> TokenLogprobs:
+        return jax.lax.fori_loop(0, -(-num_tokens // size), tile, buffers)
+
+    # Not a loop of no turns: XLA would take the product of a single tile out of it, and compute it in every step.
+    return jax.lax.cond(jnp.any(wanted), all_tiles, lambda buffers: buffers, buffers)

@@ -12,7 +12,7 @@ from typing import Any
 from pagedjax import scheduler as scheduler_module
 from pagedjax.block import Block, BlockKey
 from pagedjax.block_ledger import BlockLedger
-from pagedjax.plan import Scheduled, StepPlan
+from pagedjax.plan import StepPlan
 from pagedjax.prefix_cache import PrefixCache
 from pagedjax.request import Sequence
 from pagedjax.scheduler import Scheduler
@@ -60,10 +60,15 @@ def advance_publishes_before_the_step(right: Any, ledger: BlockLedger, sequence:
 
 
 def start_forks_what_is_not_computed(
-    right: Any, ledger: BlockLedger, sequence: Sequence, plan: StepPlan, coming: set[BlockKey]
+    right: Any,
+    ledger: BlockLedger,
+    sequence: Sequence,
+    tokens: dict[Sequence, int],
+    plan: StepPlan,
+    coming: set[BlockKey],
 ) -> Start | None:
     """A sibling's row is forked though its prompt is computed in this plan, or a later one."""
-    start = right(ledger, sequence, plan, coming)
+    start = right(ledger, sequence, tokens, plan, coming)
     shared = len(sequence.request.prompt_ids) - 1
     for sibling in sequence.request.sequences:
         if start is None and sibling.row is not None and 0 < shared <= sibling.num_computed:
@@ -103,9 +108,9 @@ def root_forgets_the_salt(right: Any, weights_version: int, cache_salt: str | No
     return right(weights_version, None)
 
 
-def nobody_waits_for_a_prefix(right: Any, ledger: BlockLedger, part: Scheduled) -> list[BlockKey]:
+def nobody_waits_for_a_prefix(right: Any, ledger: BlockLedger, tokens: dict[Sequence, int]) -> set[BlockKey]:
     """Who begins like somebody who is just computing it computes it again."""
-    return []
+    return set()
 
 
 def all_tokens_are_reusable(right: Any, sequence: Sequence) -> int:

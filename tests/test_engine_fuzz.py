@@ -274,7 +274,7 @@ def test_other_weights_while_requests_run(monkeypatch: pytest.MonkeyPatch, cachi
     """Beams and samples that keep older K and V, or are computed anew, are exactly what that gives."""
     llm = mock_engine.engine() if caching else mock_engine.engine(enable_prefix_caching=False)
     try:
-        driver = drive(monkeypatch, llm, requests, [(7, 1), (32, 8)], requests, salts=range(4), change=0.15, search=0.4)
+        driver = drive(monkeypatch, llm, requests, [(7, 1), (32, 8)], requests, salts=range(4), change=0.2, search=0.4)
     finally:
         llm.update_params({"salt": jnp.float32(0)}, running="recompute")
     changed = [

@@ -7,7 +7,6 @@ import json
 import pathlib
 from typing import Any
 
-import host_cost
 import jax
 import load_curve
 import pytest
@@ -105,12 +104,6 @@ def test_latency_rises_with_load() -> None:
         assert all(latency <= SCENARIO.most_latency for latency in latencies[:-1])
         highest[setup.name] = len(points)
     assert highest["paged"] >= highest["contiguous 32"]
-
-
-def test_host_cost_holds_what_it_varies() -> None:
-    cost = host_cost.measure(2, 17, 7, num_steps=5)
-    assert (cost.num_running, cost.num_blocks, cost.num_waiting) == (2, 17, 7)
-    assert min(cost.schedule_us, cost.update_us, cost.table_us) > 0
 
 
 def test_the_program_writes_json_and_plots(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def take(engine: Engine, maker: RequestMaker, outbox: Outbox, *, include_kv: boo
         "num_made": maker.num_made,
         "requests": [describe_request(request, numbers, now) for request in engine.requests.values()],
         "queue": [[s.request.request_id, s.index] for s in _in_order_of_arrival(engine)],
-        "outputs": [describe_output(output, numbers, now) for output in [*outbox.held, *engine.ended]],
+        "outputs": [describe_output(output, numbers, now) for output in outbox.held],
         "kv": None if held is None else held.describe(numbers),
     }
     return Snapshot(content, numbers, [] if held is None else held.blocks)

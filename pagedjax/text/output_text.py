@@ -53,6 +53,11 @@ class OutputText:
         self.num_tokens = 0
 
     @property
+    def makes_text(self) -> bool:
+        """Whether there is a tokenizer; without one tokens need not be pushed."""
+        return self._detokenizer is not None
+
+    @property
     def text(self) -> str:
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]

@@ -1,0 +1,85 @@
+"""A step's result, by the sequences that took part: lists, because of single numbers numpy makes an object each.
+
+Letters: P sequences that took part, R rows, L tokens that one may have drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedjax import row_sampling
+from pagedjax.plan import NO_TOKEN, RUNNING, StepPlan, StepResult
+
+Candidates = dict[int, list[tuple[int, float]]]  # of each beam of a search, the next tokens and their logprobs
+
+
+class PartResults(NamedTuple):
+    """Columns beside those of `StepPlan.parts`.
+
+    Attributes:
+        seq_lens: [P] tokens with K/V in the pool.
+        tokens: [P][L] in order, with NO_TOKEN where none was drawn.
+        finishes: [P][L] RUNNING, STOPPED or AT_LENGTH with that token.
+        starts: [P] where the packed tokens of each begin.
+        block_ids: [P] of the blocks that became full, of each in order.
+        goes_on: [P] whether every token was drawn, none of them ended the sequence, and no block became full.
+    """
+
+    seq_lens: list[int]
+    tokens: list[list[int]]
+    finishes: list[list[int]]
+    starts: list[int]
+    block_ids: list[list[int]]
+    goes_on: list[bool]
+
+    @classmethod
+    def of(cls, plan: StepPlan, result: StepResult, block_size: int) -> PartResults:
+        """Of a plan that has run; `result.filled` is empty or has every block that became full.
+
+        Raises:
+            RuntimeError: a row has not computed what the plan gave it.
+        """
+        parts, rows = plan.parts, plan.parts.rows
+        seq_lens = result.seq_lens[rows]
+        if (late := rows[seq_lens < parts.first_positions + parts.num_tokens]).size:
+            raise RuntimeError(f"row {late[0]} did not advance: the device holds its sequence for ended")
+        tokens, finishes = result.tokens[:, rows], result.finish[:, rows]
+        goes_on = ((tokens != NO_TOKEN) & (finishes == RUNNING)).all(axis=0)
+        block_ids: list[list[int]] = [[]] * len(parts)
+        if result.filled.size:
+            filled, num_filled = result.filled.tolist(), seq_lens // block_size - parts.first_positions // block_size
+            ends = _ends(plan, num_filled)
+            for place in np.flatnonzero(num_filled):
+                block_ids[place] = filled[ends[place] - num_filled[place] : ends[place]]
+            goes_on &= num_filled == 0
+        return cls(
+            seq_lens.tolist(),
+            tokens.T.tolist(),
+            finishes.T.tolist(),
+            (_ends(plan, parts.num_tokens) - parts.num_tokens).tolist(),
+            block_ids,
+            goes_on.tolist(),
+        )
+
+
+def _ends(plan: StepPlan, counts: np.ndarray) -> np.ndarray:
+    """[P] where the things of each sequence end, of which it has `counts`, when they lie in order of rows."""
+    by_row = np.zeros(plan.num_rows, np.int64)
+    by_row[plan.parts.rows] = counts
+    return np.cumsum(by_row)[plan.parts.rows]
+
+
+def next_candidates(result: StepResult, row: int) -> list[tuple[int, float]]:
+    """The most likely next tokens of a row, with their logprobs."""
+    ids, values = result.logprobs.top_ids[0, row].tolist(), result.logprobs.top[0, row].tolist()
+    return [(token, value) for token, value in zip(ids, values, strict=True) if token != row_sampling.NO_TOKEN]
+
+
+def logprob_entry(logprobs: Any, index: tuple[int, ...], token: int, num_top: int) -> dict[int, float]:
+    """The top `num_top` tokens and `token` itself, most likely first."""
+    ids, values = logprobs.top_ids[index][:num_top].tolist(), logprobs.top[index][:num_top].tolist()
+    entry = {i: value for i, value in zip(ids, values, strict=True) if i != row_sampling.NO_TOKEN}
+    entry.setdefault(token, float(logprobs.token[index]))
+    return entry
