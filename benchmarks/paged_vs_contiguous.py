@@ -124,10 +124,8 @@ def prepare(variant: Variant, llm: LLM, model: Model, trace: Trace) -> Entry:
     times = {"one prompt": seconds, "in the trace": timeline.step_seconds()}
     for what, found in times.items():
         print(f"{variant.name}, {what}: " + ", ".join(f"step[{size}] {1e3 * t:.1f} ms" for size, t in found.items()))
-    steps = figures["inner_steps"]
-    print(
-        f"{variant.name}, observed: {observed.seconds:.1f} s, {steps} inner steps, {figures['live_of_allocated']:.1%} live"
-    )
+    what = f"{observed.seconds:.1f} s, {figures['inner_steps']} inner steps, {figures['live_of_allocated']:.1%} live"
+    print(f"{variant.name}, observed: {what}")
     sys.stdout.flush()
     return Entry(variant, llm, times, observed, timeline, figures)
 
