@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             cost = measure(rows, blocks, 0, num_steps=options.steps)
             case = dataclasses.asdict(cost) | dataclasses.asdict(measure_runner(rows, blocks))
             case["schedule_plan_update_us"] = cost.schedule_us + cost.plan_us + cost.update_us
-            figures = [case[f"{name}_us"] for name in (*columns, "total")]
+            figures = [case[f"{name}_us"] for name in (*columns, "schedule_plan_update")]
             print(f"{rows:>6}{blocks:>11,}" + "".join(f"{figure:>10,.0f}" for figure in figures), flush=True)
             cases.append(case)
     for case in cases:

@@ -32,7 +32,6 @@ class ReservingScheduler(Scheduler):
     def reserved_len(self, sequence: Sequence) -> int:
         return sequence.end_len - 1  # the last token is never computed
 
-    @property
     def owing(self) -> SequenceOf[Sequence]:
         return self.running
 

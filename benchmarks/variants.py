@@ -80,10 +80,12 @@ class Variant:
         scheduler = llm._engine.scheduler
         if self.reserved_len is not None:
             scheduler.reserved_len = self.reserved_len  # type: ignore[method-assign]
+            scheduler.owing = lambda: scheduler.running  # type: ignore[method-assign]
         try:
             yield
         finally:
-            vars(scheduler).pop("reserved_len", None)  # the class's own again
+            for name in ("reserved_len", "owing"):
+                vars(scheduler).pop(name, None)  # the class's own again
 
     def num_allocated(self, sequence: Sequence, num_tokens: int, block_size: int) -> int:
         """Slots that nobody else can have while the sequence has K/V of `num_tokens`."""

@@ -299,7 +299,7 @@ class Scheduler:
     def _start_waiting(self, plan: StepPlan, tokens: dict[Sequence, int], held: list[Sequence]) -> None:
         """Starts sequences in order of arrival, and moves those that have to wait for a prefix to `held`."""
         budget = self.max_num_batched_tokens - sum(tokens.values())
-        owed = sum(self.ledger.room(s.num_computed, self.reserved_len(s)) for s in self.owing)
+        owed = sum(self.ledger.room(s.num_computed, self.reserved_len(s)) for s in self.owing())
         coming = self._keys_to_come(tokens)
         while self.waiting and budget > 0 and len(held) < MOST_HELD:
             sequence = self.waiting.first
@@ -333,7 +333,6 @@ class Scheduler:
         fill = {s: count for s, count in tokens.items() if s.num_computed % size < count or s in prefilling}
         return keys_to_come(self.ledger, fill)
 
-    @property
     def owing(self) -> Iterable[Sequence]:
         """Running sequences that may have computed less than `reserved_len` when all have their tokens."""
         return self._prefilling

@@ -267,7 +267,7 @@ def test_times_are_ages(llm: LLM, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     llm.add_request("ended", [2], GREEDY)
     llm.step()
     llm.abort("ended")
-    metrics = [llm._engine.requests["a"].metrics, llm._engine.ended[0].metrics]
+    metrics = [llm._engine.requests["a"].metrics, llm._engine.leaving[0].metrics]
     now, monotonic = time.monotonic(), time.monotonic
     llm.save_state(tmp_path)
     finish(llm)

@@ -128,7 +128,10 @@ def test_length_ends_a_row_among_accepted_tokens(llm: LLM, watch: Watch, max_tok
     assert ids(output) == [9] * max_tokens
     Oracle([9] * 4, always(9, max_tokens=max_tokens, logprobs=2)).check(output.outputs[0])
     # All proposals are accepted: four tokens an inner step after the prompt's one.
-    num_steps = sum(np.any(result.tokens.reshape(8, -1, 6)[:, 0] != NO_TOKEN, axis=1).sum() for result in watch.results)
+    num_steps = 0
+    for plan, result in zip(watch.plans, watch.results, strict=True):
+        lines = result.tokens[:: 1 + PROPOSALS if plan.num_proposals else 1]  # the first of each inner step
+        num_steps += np.any(lines != NO_TOKEN, axis=1).sum()
     assert num_steps == 1 + -(-(max_tokens - 1) // (1 + PROPOSALS))
 
 
