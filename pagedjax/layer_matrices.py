@@ -72,10 +72,8 @@ def separate(layers: nnx.State) -> nnx.State:
 
     A kernel whose layers can't all begin at an aligned address stays stacked: they would be copied.
     """
-    leaves = jax.tree.leaves(layers)
-    if any(device.platform != "cpu" for leaf in leaves for device in leaf.devices()):
-        return layers
-    if any(len(leaf.devices()) > 1 for leaf in leaves):
+    devices = {device for leaf in jax.tree.leaves(layers) for device in leaf.devices()}
+    if [device.platform for device in devices] != ["cpu"]:
         return layers
     parts = {}
     for path, variable in nnx.to_flat_state(layers):
