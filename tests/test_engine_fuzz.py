@@ -229,16 +229,16 @@ def drive(
     assert {*reasons} == {"stop", "length", "abort"}
     cached = [output.num_cached_tokens for output in driver.ended.values()]
     if llm.config.enable_prefix_caching:
-        assert sum(count > 0 for count in cached) > len(cached) // 10
+        assert sum(count > 0 for count in cached) > len(cached) // 20  # new weights empty the cache
         assert starts.hits > len(cached) // 4
         assert starts.drops > len(cached)
     else:
         assert (starts.hits, starts.drops, sum(cached)) == (0, 0, 0)
-    # Of blocks of one token the cache has all that a fork could share.
+    # Of blocks of one token the cache has all that a fork could share, but of sequences that were kept at an update.
     forks = not llm.config.enable_prefix_caching or llm.config.block_size > 1
     num_sampled = sum(isinstance(params, SamplingParams) for params in driver.params.values())
     if not forks:
-        assert starts.forks == 0
+        assert starts.forks < num_sampled // 20
     elif requests > 40:  # in a short run chance may leave them out
         assert starts.forks > num_sampled // 40
     assert starts.beams > len(cached) // 4
