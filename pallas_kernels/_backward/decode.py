@@ -18,8 +18,7 @@ from pallas_kernels._xla.problem import Problem
 
 def differentiate(problem: Problem, saved: Saved, gradients: Gradients) -> Gradients:
     """Adds what the rows with one query contribute."""
-    group_size = min(decode.ROWS_PER_GROUP, problem.seq_lens.shape[0])
-    work = decode.sorted_work(problem, group_size)
+    work, group_size = decode.sorted_work(problem)
     num_groups = -(-jnp.sum(work.num_tiles > 0) // group_size)
 
     def add_group(group: jax.Array, gradients: Gradients) -> Gradients:

@@ -29,8 +29,7 @@ class Work(NamedTuple):
 
 def attend(problem: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Fills the decode rows' lines of out [T, H, G, D] and lse [T, H, G]."""
-    group_size = min(ROWS_PER_GROUP, problem.seq_lens.shape[0])
-    work = sorted_work(problem, group_size)
+    work, group_size = sorted_work(problem)
     num_groups = -(-jnp.sum(work.num_tiles > 0) // group_size)
 
     def attend_group(group: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -44,9 +43,14 @@ def attend(problem: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array,
     return jax.lax.fori_loop(0, num_groups, attend_group, (out, lse))
 
 
-def sorted_work(problem: Problem, group_size: int) -> Work:
-    """The longest rows first, so that the rows of a group are about as long; those without work last."""
+def sorted_work(problem: Problem) -> tuple[Work, int]:
+    """The longest rows first, so that the rows of a group are about as long; those without work last.
+
+    Returns:
+        The work, in whole groups, and how many rows a group has: no more than there are tokens.
+    """
     num_tokens, num_rows = problem.q.shape[0], problem.seq_lens.shape[0]
+    group_size = min(ROWS_PER_GROUP, num_rows, num_tokens)
     first_key = problem.first_visible(problem.seq_lens - 1)
     first_tile = first_key // problem.keys_per_tile
     last_tile = -(-problem.seq_lens // problem.keys_per_tile)
@@ -56,7 +60,7 @@ def sorted_work(problem: Problem, group_size: int) -> Work:
     _, *columns = jax.lax.sort((-num_tiles, *work), num_keys=1)
     # Filler rows have no tiles, and a token that is dropped.
     work = Work(*(jnp.pad(x, (0, -num_rows % group_size)) for x in columns))
-    return work._replace(token=jnp.where(work.num_tiles > 0, work.token, num_tokens))
+    return work._replace(token=jnp.where(work.num_tiles > 0, work.token, num_tokens)), group_size
 
 
 def _attend_rows(problem: Problem, work: Work) -> tuple[jax.Array, jax.Array]:
