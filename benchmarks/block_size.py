@@ -39,19 +39,20 @@ def sweep(
     engines = dict(zip(lineup, variants.build(lineup.values(), model), strict=True))
     results: dict[int, dict[str, Any]] = {}
     for size, llm in engines.items():
-        _, timeline = replay.observed(llm, lineup[size], trace)
-        figures = timeline.figures(trace)
-        results[size] = figures | {
+        replayed, timeline = replay.observed(llm, lineup[size], trace)
+        results[size] = replayed.figures() | timeline.figures(trace)
+        results[size] |= {
             "table_length": llm.config.max_blocks_per_seq,
             "worst_waste": size - 1,  # slots of a sequence
-            "waste": 1 - figures["live_of_allocated"],
+            "waste": 1 - results[size]["live_of_allocated"],
         }
     runs: dict[int, list[dict[str, float]]] = {size: [] for size in engines}
     for _ in range(repeats):
         for size, llm in engines.items():
             runs[size].append(replay.timed(llm, lineup[size], trace).figures())
     for size, found in runs.items():
-        results[size] |= {key: statistics.median(run[key] for run in found) for key in found[0]}
+        for key in found[0] if found else ():
+            results[size][key] = statistics.median(run[key] for run in found)
     return results
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="timed replays; 0: the clock of the observed one")
     options = parser.parse_args()
     model = Model.load(options.model)
     trace = traces.load(options.trace, options.requests, model.tokenizer.encode)
