@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pagedjax.outputs import Score
@@ -78,7 +78,7 @@ def by_context(pairs: Sequence[Pair], most: int) -> Iterator[list[int]]:
 
 
 def score_pairs(
-    score: Callable[[list[int], list[list[int]]], list[Score]],
+    score_many: Callable[[list[list[int]], list[list[list[int]]]], Iterable[tuple[int, list[Score]]]],
     pairs: Sequence[Pair],
     *,
     most: int,
@@ -87,18 +87,20 @@ def score_pairs(
     """Scores pairs, those with one context together.
 
     Args:
-        score: `LLM.score`.
+        score_many: `LLM.score_many`.
         pairs: cut to what the model can take.
-        most: continuations in one call.
+        most: continuations of a context at a time.
         on_score: told the index and the score of each pair, as soon as it is known.
 
     Returns:
         The scores in the order of the pairs.
     """
     found: dict[int, Score] = {}
-    for indices in by_context(pairs, most):
-        scores = score(pairs[indices[0]].context, [pairs[index].continuation for index in indices])
-        for index, entry in zip(indices, scores, strict=True):
+    groups = list(by_context(pairs, most))
+    contexts = [pairs[indices[0]].context for indices in groups]
+    continuations = [[pairs[index].continuation for index in indices] for indices in groups]
+    for group, scores in score_many(contexts, continuations):
+        for index, entry in zip(groups[group], scores, strict=True):
             found[index] = entry
             on_score(index, entry)
     return [found[index] for index in range(len(pairs))]

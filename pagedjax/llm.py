@@ -53,8 +53,9 @@ class LLM:
     Args:
         model: a `Decoder`, with parameters or from `Decoder.abstract`. Any nnx.Module with the same `config`, `paged`
             and `logits` will do.
-        params: the parameters: an `nnx.State` as `nnx.state(model)` gives, or a nested dict of arrays with the same
-            names. Device arrays are used as they are, never copied. None: those of `model`.
+        params: the parameters: an `nnx.State` as `nnx.state(model)` gives, a nested dict of arrays with the same names,
+            or a module that has them. Device arrays are used as they are, never copied. None: those of `model`, which
+            also has what is left out of the variables that are no `nnx.Param`.
         tokenizer: `pagedjax.text.Tokenizer`, a transformers tokenizer, or anything with `encode` and `decode`; None
             works with token ids only.
         end_ids: tokens that end a generation, beside the tokenizer's.
@@ -314,21 +315,56 @@ class LLM:
             ValueError: something cannot be scored; the message says what to change.
             RuntimeError: a step failed twice while it was scored.
         """
+        return dict(self._score([self._scored(prompt, continuations, cache_salt)]))[0]
+
+    def score_many(
+        self, prompts: Sequence[Any], continuations: Sequence[Sequence[Any]], *, cache_salt: str | None = None
+    ) -> Iterator[tuple[int, list[Score]]]:
+        """Log-probabilities of continuations of several prompts, as many at once as rows and blocks allow.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            continuations: those of each prompt, as in `score`.
+            cache_salt: as in `SamplingParams`.
+
+        Returns:
+            An iterator of a prompt's index and its scores, as they become known. Closing it aborts the rest.
+
+        Raises:
+            ValueError: something cannot be scored (the prompt's index is named); then nothing has been started.
+            RuntimeError: a step failed twice while something was scored.
+        """
+        if len(prompts) != len(continuations):
+            raise ValueError(f"{len(prompts)} prompts and {len(continuations)} lists of continuations; give one each")
+        pairs = enumerate(zip(prompts, continuations, strict=True))
+        return self._score([at_index(index, self._scored, *pair, cache_salt) for index, pair in pairs])
+
+    def _scored(self, prompt: Any, continuations: Sequence[Any], cache_salt: str | None) -> Request | None:
+        """A request for scores; None if there are no continuations."""
         text, ids = parse_prompt(prompt, self.tokenizer)
-        request_id = self._new_id("score")
         parsed = parse_continuations(continuations, text, ids, self.tokenizer)
-        if not parsed:
-            return []
-        box = self._outbox.claim([request_id])
+        return self._maker.scored(self._new_id("score"), ids, parsed, cache_salt) if parsed else None
+
+    def _score(self, requests: Sequence[Request | None]) -> Iterator[tuple[int, list[Score]]]:
+        """The scores of requests that have yet to be queued, and their index, as they become known."""
+        places = {request.request_id: place for place, request in enumerate(requests) if request is not None}
+        box, num_left = self._outbox.claim(places), len(places)
         try:
-            request = self._engine.add(self._maker.scored(request_id, ids, parsed, cache_salt))
-            while not request.finished:
-                self._outbox.take(box)
+            for place, request in enumerate(requests):
+                if request is None:
+                    yield place, []
+                else:
+                    self._engine.add(request)
+            while num_left:
+                for output in self._outbox.take(box):
+                    if not output.finished:
+                        continue
+                    if output.scores is None:
+                        raise RuntimeError("scoring ended early; the engine has logged why")
+                    num_left -= 1
+                    yield places[output.request_id], output.scores
         finally:
-            self._outbox.give_up([request_id])
-        if any(sequence.next_score is not None for sequence in request.sequences):
-            raise RuntimeError("scoring ended early; the engine has logged why")
-        return [sequence.score() for sequence in request.sequences]
+            self._outbox.give_up(places)
 
     # One step at a time
 
@@ -415,7 +451,8 @@ class LLM:
         """Uses other weights from the next step on, without a copy.
 
         Args:
-            params: with the names, shapes, dtypes and shardings of the present ones.
+            params: with the names, shapes, dtypes and shardings of the present ones, as for `LLM`; present variables
+                that are no `nnx.Param` stay where they are left out.
             running: what to do with unfinished requests: "refuse" raises, "recompute" computes their K/V anew with the
                 new weights, "keep" goes on with K/V of the old ones.
 

@@ -78,27 +78,30 @@ def test_a_pair_that_cannot_be_scored() -> None:
 
 
 def test_pairs_of_one_context_are_scored_together() -> None:
-    """Each context in one call as long as `most` allows, those that begin alike one after the other, each pair once."""
+    """Each context once as long as `most` allows, those that begin alike one after the other, each pair once."""
     rng = random.Random(0)
     contexts = [[1, 2], [3], [1, 2, 4], [1]]
     pairs = [Pair(rng.choice(contexts), [index]) for index in range(40)]
     calls: list[tuple[list[int], int]] = []
     told: list[int] = []
 
-    def score(context: list[int], continuations: list[list[int]]) -> list[Score]:
-        calls.append((context, len(continuations)))
-        return [Score(-float(tokens[0]), False, [], tokens) for tokens in continuations]
+    def score_many(
+        contexts: list[list[int]], continuations: list[list[list[int]]]
+    ) -> Iterator[tuple[int, list[Score]]]:
+        calls.extend((context, len(own)) for context, own in zip(contexts, continuations, strict=True))
+        for index in reversed(range(len(contexts))):  # as they end
+            yield index, [Score(-float(tokens[0]), False, [], tokens) for tokens in continuations[index]]
 
-    found = evaluation.score_pairs(score, pairs, most=64, on_score=lambda index, _: told.append(index))
+    found = evaluation.score_pairs(score_many, pairs, most=64, on_score=lambda index, _: told.append(index))
     assert [entry.logprob for entry in found] == [-float(index) for index in range(40)]
     assert sorted(told) == list(range(40))
     assert [context for context, _ in calls] == sorted(contexts)
 
     calls.clear()
-    evaluation.score_pairs(score, pairs, most=3, on_score=lambda *_: None)
+    evaluation.score_pairs(score_many, pairs, most=3, on_score=lambda *_: None)
     assert max(size for _, size in calls) == 3
     assert sum(size for _, size in calls) == 40
-    assert evaluation.score_pairs(score, [], most=3, on_score=lambda *_: None) == []
+    assert evaluation.score_pairs(score_many, [], most=3, on_score=lambda *_: None) == []
 
 
 # Generations

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM
+from pagedjax.plan import StepPlan
 
 
 @pytest.fixture
@@ -98,3 +99,39 @@ def test_text_is_encoded_together(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> 
     assert by_text == llm.score([0, 1, 2], [[3, 4], [5]])
     with pytest.raises(ValueError, match="continuation 0: '' adds no tokens"):
         llm.score("abc", [""])
+
+
+def test_many_prompts_share_the_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    rng = random.Random(0)
+    mock_engine.pace(llm, budget=32)
+    prompts = [[rng.randrange(mock_model.VOCAB) for _ in range(rng.randint(1, 9))] for _ in range(9)]
+    continuations = [[[index], [index, 1, 2]] if index else [] for index in range(9)]
+    in_turn = [llm.score(*pair) for pair in zip(prompts, continuations, strict=True)]
+    most_running = 0
+    schedule = llm._engine.scheduler.schedule
+
+    def watched() -> StepPlan:
+        nonlocal most_running
+        plan = schedule()
+        most_running = max(most_running, len({sequence.request for sequence in llm._engine.scheduler.running}))
+        return plan
+
+    monkeypatch.setattr(llm._engine.scheduler, "schedule", watched)
+    found = dict(llm.score_many(prompts, continuations))
+    assert most_running > 1
+    assert found.keys() == set(range(9))
+    for index, scores in enumerate(in_turn):
+        assert [score.token_ids for score in found[index]] == continuations[index]
+        for score, alone in zip(found[index], scores, strict=True):
+            assert score.token_logprobs == pytest.approx(alone.token_logprobs, abs=2e-5)
+
+    some = llm.score_many(prompts, continuations)
+    next(some), next(some)  # the first has nothing to score
+    assert llm.has_unfinished_requests()
+    some.close()
+    mock_engine.finish(llm)
+    with pytest.raises(ValueError, match=r"prompt 1: continuation 0: .* empty list"):
+        llm.score_many([[1], [2]], [[[1]], [[]]])
+    with pytest.raises(ValueError, match="2 prompts and 1 lists"):
+        llm.score_many([[1], [2]], [[[1]]])
+    assert not llm.has_unfinished_requests()

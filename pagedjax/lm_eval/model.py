@@ -142,7 +142,9 @@ class PagedJaxLM(TemplateLM):
                 if (request := requests[index][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", request, (score.logprob, score.is_greedy))
 
-            scores = evaluation.score_pairs(self.llm.score, pairs, most=self.llm.config.max_num_seqs, on_score=done)
+            scores = evaluation.score_pairs(
+                self.llm.score_many, pairs, most=self.llm.config.max_num_seqs, on_score=done
+            )
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
