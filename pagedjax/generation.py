@@ -67,7 +67,7 @@ def generate(
         tokens: i32[P, T] prompts, padded on the right.
         lengths: i32[P]; a prompt of length 0 gets no tokens.
         seeds: integers [P], or u32[P, 2] the high and the low word of larger ones; see `SamplingParams.seed`.
-        max_new_tokens: N, static.
+        max_new_tokens: N, static. A row ends before where the model has no more positions.
         sampling_params: how to draw, for all prompts; None is `SamplingParams()`. Its `n` is the samples of each,
             `logprobs` may be None or 0; N and the seeds are arguments of their own.
         end_ids: tokens that end a row, unless `ignore_eos` is set; `stop_token_ids` do so anyway.
@@ -86,6 +86,9 @@ def generate(
     _check(tokens, lengths, seeds, sampling, max_new_tokens, prefill_tokens)
     model = nnx.merge(graphdef, params)
     (num_prompts, length), n = tokens.shape, sampling.n
+    limit = model.config.max_position_embeddings
+    if length > limit:
+        raise ValueError(f"prompts are {length} tokens wide, and the model has {limit} positions; shorten them")
     num_rows = num_prompts * n
     own_blocks = -(-max_new_tokens // block_size) + 1  # of a sample, the shared tail that it copies among them
     prompt_blocks = -(-length // block_size)
@@ -98,7 +101,8 @@ def generate(
         max_model_len=length + max_new_tokens,
     )
     stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(end_ids))
-    rows = _rows(state.rows, tokens, lengths, seeds, sampling, sorted(stop_ids), max_new_tokens)
+    rows = _rows(state.rows, tokens, lengths, seeds, sampling, sorted(stop_ids))
+    rows = dataclasses.replace(rows, end_len=jnp.minimum(rows.num_tokens + max_new_tokens, limit))
     state = dataclasses.replace(state, rows=rows)
     known = jnp.zeros(num_rows, jnp.int32).at[::n].set(jnp.maximum(lengths - 1, 0))  # the first sample's part
     state = _prefill(model, state, known, min(prefill_tokens or tokens.size, tokens.size), attention)
@@ -132,9 +136,8 @@ def _rows(
     seeds: jax.Array,
     sampling: SamplingParams,
     stop_ids: list[int],
-    max_new_tokens: int,
 ) -> RowState:
-    """The rows of all samples, before anything is computed."""
+    """The rows of all samples, before anything is computed, and without an end."""
     n, num_rows = sampling.n, rows.num_tokens.shape[0]
     lengths = jnp.repeat(lengths.astype(jnp.int32), n)
     values = row_values(sampling, seed=0, sample_index=0, stop_ids=stop_ids)
@@ -150,7 +153,7 @@ def _rows(
         tokens=rows.tokens.at[:, : tokens.shape[1]].set(jnp.repeat(tokens.astype(jnp.int32), n, axis=0)),
         num_tokens=lengths,
         prompt_len=lengths,
-        end_len=lengths + max_new_tokens,
+        end_len=lengths,
         prompt_logprobs_from=lengths,
         active=lengths > 0,
         sampling=own,

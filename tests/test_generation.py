@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mock_engine import generate as engine_generate
 from mock_model import VOCAB, MockDecoder
 
-from pagedjax import Generated, SamplingParams, generate
+from pagedjax import LLM, Decoder, Generated, ModelConfig, SamplingParams, generate
 
 GRAPHDEF, PARAMS = nnx.split(MockDecoder())
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 9], [2, 2, 2, 2]]
@@ -148,3 +148,22 @@ def test_what_cannot_be_done_is_said(changed: dict[str, Any], message: str) -> N
 def test_ids_above_the_vocabulary_are_never_drawn() -> None:
     found = run(dataclasses.replace(RANDOM, top_p=1.0, temperature=9.0), num_vocab_tokens=7)
     assert 0 <= int(found.tokens.min()) <= int(found.tokens.max()) < 7 < VOCAB
+
+
+def test_a_row_ends_where_the_models_positions_do() -> None:
+    config = ModelConfig("llama", VOCAB, 16, 16, 1, 2, 1, 16, max_position_embeddings=12)
+    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    tokens, lengths = padded(PROMPTS)
+
+    def run(tokens: jax.Array, lengths: jax.Array) -> Generated:
+        return generate(graphdef, params, tokens, lengths, jnp.array(SEEDS), max_new_tokens=10)
+
+    found = jax.jit(run)(tokens, lengths)
+    assert found.lengths.tolist() == [9, 10, 1, 8]
+    assert not found.stopped.any()
+    llm = LLM(nnx.merge(graphdef, params), block_size=4, num_blocks=20, max_num_seqs=4, max_num_batched_tokens=8)
+    asked = [SamplingParams(max_tokens=10, seed=seed) for seed in SEEDS]
+    for row, output in enumerate(llm.generate(PROMPTS, asked, use_tqdm=False)):
+        assert output.outputs[0].token_ids == found.tokens[row, : found.lengths[row]].tolist()
+    with pytest.raises(ValueError, match="13 tokens wide, and the model has 12 positions"):
+        run(jnp.zeros((4, 13), jnp.int32), lengths)
