@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,12 +19,14 @@ def place_params(params: Any, like: Any, sharding_of: ShardingOf | None = None) 
     """Parameters as a state like `like`, on the device; arrays that are where they belong are used as they are.
 
     Args:
-        params: an nnx.State, or a nested dict of arrays with the same names.
+        params: an nnx.State, a nested dict of arrays with the same names, or a module that has them. What of `like` is
+            no nnx.Param, such as a dropout's random key, may be left out and stays as it is.
         like: an nnx.State of arrays or shapes.
         sharding_of: where each belongs; None: arrays stay where they are, and what is none goes to the default device.
 
     Raises:
-        ValueError: a parameter is missing, unexpected, deleted, or of another shape or dtype; it is named.
+        ValueError: a parameter is missing, unexpected, no array, traced, deleted, or of another shape or dtype; it is
+            named.
     """
     placed = {}
     for key, value, variable in _matched(params, like):
@@ -65,9 +67,9 @@ def check_on_one_device(params: Any) -> None:
 
 
 def param_dtype(params: Any) -> jnp.dtype:
-    """The dtype that the parameters' activations have."""
+    """The dtype that the parameters' activations have: random keys and counters have no say."""
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
-    return jnp.result_type(*dtypes)
+    return jnp.result_type(*(dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)))
 
 
 def device_bytes(params: Any) -> int:
@@ -79,25 +81,55 @@ def device_bytes(params: Any) -> int:
 
 def _matched(params: Any, like: Any) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     """(path, value, the variable of `like`) of each parameter, checked."""
-    if not isinstance(params, nnx.State):
-        params = nnx.State(params)
-    flat, expected = dict(nnx.to_flat_state(params)), dict(nnx.to_flat_state(like))
+    given, expected = _flat(params), _flat(like)
+    flat = {key: variable for key, variable in expected.items() if _may_be_left_out(variable)} | given
     if flat.keys() != expected.keys():
         missing = sorted(_name(key) for key in expected.keys() - flat.keys())
         extra = sorted(_name(key) for key in flat.keys() - expected.keys())
         raise ValueError(f"the parameters do not match the model: missing {missing}, unexpected {extra}")
     for key, variable in expected.items():
-        value, want = _value(flat[key]), _value(variable)
-        if isinstance(value, jax.ShapeDtypeStruct):
-            raise ValueError(f"parameter {_name(key)} is a shape without values; pass params= with arrays")
-        if isinstance(value, jax.Array) and value.is_deleted():
-            raise ValueError(f"parameter {_name(key)} was donated or deleted; pass live arrays")
-        if value.shape != want.shape or value.dtype != want.dtype:
-            raise ValueError(
-                f"parameter {_name(key)} is {value.dtype}{list(value.shape)}; the engine has "
-                f"{want.dtype}{list(want.shape)}"
-            )
+        value = _value(flat[key])
+        _check(_name(key), value, _value(variable))
         yield key, value, variable
+
+
+def _flat(params: Any) -> dict[tuple[Any, ...], Any]:
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params)
+    if not isinstance(params, Mapping):
+        raise ValueError(
+            f"the parameters are a {type(params).__name__}; pass nnx.state(model), or a nested dict of arrays with "
+            "the same names"
+        )
+    return dict(nnx.to_flat_state(params if isinstance(params, nnx.State) else nnx.State(params)))
+
+
+def _may_be_left_out(variable: Any) -> bool:
+    """Whether a trainer that hands over its parameters alone does not have it."""
+    return isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.Param)
+
+
+def _check(name: str, value: Any, want: Any) -> None:
+    """Raises ValueError for what can't take the place of an array like `want`."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise ValueError(f"parameter {name} is a shape without values; pass params= with arrays")
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise ValueError(f"parameter {name} is a {type(value).__name__}; pass an array")
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"parameter {name} is traced; call the engine outside of jit and grad, with the arrays that come out of "
+            "them, or generate inside with pagedjax.generate"
+        )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise ValueError(f"parameter {name} was donated or deleted; pass live arrays")
+    if value.shape == want.shape and value.dtype == want.dtype:
+        return
+    remedy = "cast it, or make the engine's model in that dtype (Decoder.abstract(config, dtype))"
+    if value.shape != want.shape:
+        remedy = "pass parameters of a model with its config"
+    raise ValueError(
+        f"parameter {name} is {value.dtype}{list(value.shape)}; the engine has {want.dtype}{list(want.shape)}; {remedy}"
+    )
 
 
 def _put(value: Any, sharding: Sharding) -> jax.Array:

@@ -12,6 +12,8 @@ import numpy as np
 
 from pagedjax.outputs import CompletionOutput, RequestOutput
 
+_REMEDY = "make it with LLM.rollout, or with SamplingParams(logprobs=0, sampled_logprobs=True)"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Rollout:
         for line, (_, prompt, sample) in enumerate(lines):
             drawn = slice(len(prompt), int(lengths[line]))
             tokens[line, : len(prompt)], tokens[line, drawn] = prompt, sample.token_ids
+            floats[:, line, drawn] = _floats(sample)  # first: it refuses what was not drawn, which has no versions
             mask[line, drawn], versions[line, drawn] = True, sample.weights_versions
-            floats[:, line, drawn] = _floats(sample)
         return RolloutArrays(
             tokens=tokens,
             positions=np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy(),
@@ -86,11 +88,22 @@ class Rollout:
         )
 
 
+def own_logprobs(sample: CompletionOutput) -> list[float]:
+    """Of each generated token, from the raw logits.
+
+    Raises:
+        ValueError: the request has not asked for them.
+    """
+    if sample.logprobs is None:
+        raise ValueError(f"an output has no log-probabilities; {_REMEDY}")
+    return [entry[token] for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+
+
 def _floats(sample: CompletionOutput) -> list[list[float]]:
-    if sample.logprobs is None or sample.sampled_logprobs is None or sample.kept_masses is None:
+    own = own_logprobs(sample)
+    if sample.sampled_logprobs is None or sample.kept_masses is None:
         raise ValueError(
-            "an output has no log-probabilities; make it with LLM.rollout, or with SamplingParams(logprobs=0, "
-            "sampled_logprobs=True)"
+            "an output has no log-probabilities of the distribution it was drawn from (those of a beam search are not "
+            f"drawn); {_REMEDY}"
         )
-    own = [entry[token] for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
     return [own, sample.sampled_logprobs, sample.kept_masses]
