@@ -44,6 +44,8 @@ def show(title: str, costs: tuple[capacity.BlockSizeCost, ...]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Prints the tables."""
+    if options.tokens < 1 or options.max_model_len < 4:
+        raise ValueError("--tokens is at least 1, and --max-model-len at least 4")
     trace = chat_trace(options.requests, options.max_model_len // 4)
     plans = [
         capacity.plan(

@@ -6,7 +6,7 @@ policy gradient. The objective is GRPO's (Shao et al., "DeepSeekMath", 2024, arX
 whole answers) without the penalty on leaving a reference model: no critic, no second model.
 
 All that runs in a step is compiled in the first. In --out are checkpoints, a table of the steps and, where matplotlib
-is there, a picture of the rewards; --resume goes on from the last checkpoint.
+is there, a picture of the rewards; --resume goes on from the last checkpoint, which is all that it reads.
 
 Dimensions: S samples, a group of G to each task, groups one after another; L tokens of a task and its answer.
 """
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import csv
 import functools
-import json
 import pathlib
 import sys
 import time
@@ -50,10 +49,11 @@ CONFIG = ModelConfig(
 )
 CLIP = 0.2  # how far a token's probability may move before its gradient stops, as in PPO (arXiv:1707.06347)
 TABLE, PICTURE, CHECKPOINTS = "rewards.csv", "rewards.png", "checkpoints"  # in --out
+FREE_OPTIONS = ("out", "resume", "steps", "save_every")  # which may change from one part of a run to the next
 
 
 class Trainer(NamedTuple):
-    """What a checkpoint holds."""
+    """What a step changes; a checkpoint holds it, the options and the records of the steps so far."""
 
     params: Any
     optimizer: Any
@@ -186,29 +186,42 @@ class GRPO:
 def run(options: argparse.Namespace) -> list[Record]:
     """Trains, from the start or from the last checkpoint, to `options.steps`; the records of all steps."""
     graphdef, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(options.seed)))
+    deciding = {name: value for name, value in vars(options).items() if name not in FREE_OPTIONS}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(options.rate))
-    trainer, records = Trainer(params, optimizer.init(params)), []
+    trainer = Trainer(params, optimizer.init(params))
     with ocp.CheckpointManager((options.out / CHECKPOINTS).absolute()) as checkpoints:
-        latest = checkpoints.latest_step()
-        if (latest is not None) != options.resume:
+        if (checkpoints.latest_step() is not None) != options.resume:
             remedy = "there is none: leave out --resume" if options.resume else "there is one: add --resume"
             raise ValueError(f"checkpoint in {options.out}: {remedy}, or name another folder with --out")
-        if latest is None:
-            trainer = trainer._replace(params=supervised_start(graphdef, params, options))
+        if options.resume:
+            trainer, records = restore(checkpoints, trainer, deciding)
         else:
-            trainer = checkpoints.restore(latest, args=ocp.args.StandardRestore(trainer))
-            records = read_table(options.out / TABLE)[:latest]
+            trainer, records = trainer._replace(params=supervised_start(graphdef, params, options)), []
         grpo = GRPO(graphdef, optimizer, trainer.params, options)
-        with tqdm(total=options.steps, initial=len(records), desc="GRPO", unit="step") as bar:
-            for step in range(len(records), options.steps):
-                trainer, record = grpo.step(step, trainer)
-                records.append(record)
-                bar.update()
-                bar.set_postfix(reward=f"{np.mean([record.reward for record in records[-10:]]):.3f}", refresh=False)
-                if len(records) % options.save_every == 0 or len(records) == options.steps:
-                    write_table(options.out / TABLE, records)  # before the checkpoint, which counts on it
-                    checkpoints.save(len(records), args=ocp.args.StandardSave(trainer))
+        steps = range(len(records), options.steps)
+        bar = tqdm(steps, desc="GRPO", unit="step", initial=steps.start, total=options.steps)
+        for step in bar:
+            trainer, record = grpo.step(step, trainer)
+            records.append(record)
+            bar.set_postfix(reward=f"{np.mean([record.reward for record in records[-10:]]):.3f}", refresh=False)
+            if len(records) % options.save_every == 0 or len(records) == options.steps:
+                with (options.out / TABLE).open("w", newline="") as file:
+                    csv.writer(file).writerows([Record._fields, *records])
+                history = ocp.args.JsonSave({"options": deciding, "records": records})
+                items = ocp.args.Composite(trainer=ocp.args.StandardSave(trainer), history=history)
+                checkpoints.save(len(records), args=items)
     return records
+
+
+def restore(checkpoints: Any, trainer: Trainer, deciding: dict[str, Any]) -> tuple[Trainer, list[Record]]:
+    """The last checkpoint. A ValueError if other options decided what its steps computed, which it names."""
+    items = ocp.args.Composite(trainer=ocp.args.StandardRestore(trainer), history=ocp.args.JsonRestore())
+    saved = checkpoints.restore(checkpoints.latest_step(), args=items)
+    before = saved.history["options"].items()
+    other = [f"--{name.replace('_', '-')} {value}" for name, value in before if deciding[name] != value]
+    if other:
+        raise ValueError(f"--resume: the run began with {' '.join(other)}; give the same, or another folder with --out")
+    return saved.trainer, [Record(*values) for values in saved.history["records"]]
 
 
 @contextlib.contextmanager
@@ -225,17 +238,6 @@ def compilations() -> Iterator[list[float]]:
         yield programs
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
-
-
-def write_table(path: pathlib.Path, records: list[Record]) -> None:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([Record._fields, *records])
-
-
-def read_table(path: pathlib.Path) -> list[Record]:
-    with path.open(newline="") as file:
-        _, *rows = csv.reader(file)
-    return [Record._make(map(json.loads, row)) for row in rows]  # numbers, whole or not
 
 
 def show(records: list[Record]) -> None:
@@ -286,8 +288,9 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint")
     options = parser.parse_args()
     try:
-        if min(options.steps, options.tasks, options.group, options.updates, options.save_every) < 1:
-            raise ValueError("--steps, --tasks, --group, --updates and --save-every are at least 1")
+        counts = (options.steps, options.tasks, options.group, options.updates, options.save_every)
+        if min(counts) < 1 or options.start_steps < 0 or not 0 <= options.seed < 2**63:
+            raise ValueError("--seed is from 0 to 2**63 - 1, --start-steps at least 0, every other count at least 1")
         records = run(options)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -36,6 +36,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=512,
     tie_word_embeddings=True,
 )
+MAX_MODEL_LEN = 256  # of the engine
 
 
 class ByteTokenizer:
@@ -58,13 +59,26 @@ def read_text(path: pathlib.Path | None) -> str:
     return "\n".join(page.read_text() for page in pages if page.exists())
 
 
+def check(options: argparse.Namespace) -> None:
+    """A ValueError or an OSError for what would else be found after the training."""
+    if min(options.steps, options.batch, options.length) < 1:
+        raise ValueError("--steps, --batch and --length are at least 1")
+    for prompt in options.prompts:
+        if not 0 < len(prompt.encode()) < MAX_MODEL_LEN:
+            raise ValueError(f"--prompts: {prompt!r} has {len(prompt.encode())} bytes, not 1 to {MAX_MODEL_LEN - 1}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not orbax.is_checkpoint(options.out):
+        orbax.check_destination(options.out)
+
+
 def train(text: str, options: argparse.Namespace) -> Any:
     """The parameters after `options.steps` steps on random windows of the text."""
     data = np.frombuffer(text.encode(), np.uint8)
     if len(data) <= options.length:
         raise ValueError(f"the text has {len(data)} bytes, and a window is {options.length + 1}; give a longer text")
     graphdef, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(options.seed)))
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, options.rate, 20, options.steps))
+    warmup = min(20, options.steps // 2)
+    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, options.rate, warmup, options.steps))
     state, rng = optimizer.init(params), np.random.default_rng(options.seed)
 
     @jax.jit
@@ -87,6 +101,19 @@ def train(text: str, options: argparse.Namespace) -> Any:
     return params
 
 
+def run(options: argparse.Namespace) -> None:
+    """Trains, saves, loads, prints what the model makes of the prompts."""
+    check(options)
+    asked = SamplingParams(temperature=0.5, max_tokens=120, seed=options.seed)
+    params = train(read_text(options.text), options)
+    if orbax.is_checkpoint(options.out):
+        shutil.rmtree(options.out)  # one of an earlier run
+    orbax.save(options.out, CONFIG, nnx.to_pure_dict(params))
+    llm = LLM.load(options.out, tokenizer=ByteTokenizer(), max_model_len=MAX_MODEL_LEN, max_num_seqs=8)
+    for output in llm.generate(options.prompts, asked):
+        print(f"> {output.prompt}{output.outputs[0].text}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=pathlib.Path, default=None, help="a file to learn; default: these docs")
@@ -99,16 +126,9 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="*", default=["The KV pool is ", "A block ", "import "])
     options = parser.parse_args()
     try:
-        params = train(read_text(options.text), options)
+        run(options)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    if orbax.is_checkpoint(options.out):
-        shutil.rmtree(options.out)  # one of an earlier run
-    orbax.save(options.out, CONFIG, nnx.to_pure_dict(params))
-    llm = LLM.load(options.out, tokenizer=ByteTokenizer(), max_model_len=256, max_num_seqs=8)
-    asked = SamplingParams(temperature=0.5, max_tokens=120, seed=options.seed)
-    for output in llm.generate(options.prompts, asked):
-        print(f"> {output.prompt}{output.outputs[0].text}\n")
 
 
 if __name__ == "__main__":

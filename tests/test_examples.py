@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import io
+import json
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +19,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import LLM, Decoder, RolloutArrays
+from pagedjax import LLM, Decoder, Parity, RolloutArrays
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import capacity  # noqa: E402
 import chat  # noqa: E402
 import generate  # noqa: E402
+import own_model  # noqa: E402
 import rl_grpo  # noqa: E402
+import train_then_generate  # noqa: E402
 
 
 @pytest.fixture
@@ -99,10 +106,101 @@ def test_a_wrong_option_is_one_line(arguments: list[str]) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+WRONG = [
+    (capacity, ["--tokens", "0"]),
+    (capacity, ["--max-model-len", "3"]),
+    (chat, ["--top-p", "2"]),
+    (rl_grpo, ["--steps", "0"]),
+    (rl_grpo, ["--seed", "-1"]),
+    (rl_grpo, ["--seed", str(2**63)]),
+    (rl_grpo, ["--out", "file"]),
+    (rl_grpo, ["--resume"]),
+    (train_then_generate, ["--steps", "0"]),
+    (train_then_generate, ["--seed", str(2**63)]),
+    (train_then_generate, ["--length", "0"]),
+    (train_then_generate, ["--text", "file"]),
+    (train_then_generate, ["--text", "no-such-file"]),
+    (train_then_generate, ["--out", "file"]),
+    (train_then_generate, ["--out", "."]),
+    (train_then_generate, ["--prompts", "fits", "x" * 256]),
+    (train_then_generate, ["--prompts", ""]),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments"), WRONG)
+def test_every_wrong_option_is_one_line_before_any_work(
+    script: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("has begun")
+
+    for name in {"load", "tqdm", "LLM"} & vars(script).keys():
+        monkeypatch.setattr(script, name, work)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("short")
+    with pytest.raises(SystemExit) as ended:
+        run(script, monkeypatch, *arguments)
+    message = ended.value.code
+    assert isinstance(message, str)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+
+
+def test_own_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(own_model, monkeypatch)
+    out = capsys.readouterr().out
+    assert out.count("... -> [") == 3
+    assert "36 tokens: |difference of logprobs| max" in out
+
+
+@pytest.mark.parametrize("difference", [2 * own_model.ROUNDING, np.nan])
+def test_own_model_ends_in_an_error_where_it_differs(monkeypatch: pytest.MonkeyPatch, difference: float) -> None:
+    monkeypatch.setattr(own_model, "run", lambda: Parity(np.array([0.0, difference])))
+    with pytest.raises(SystemExit, match="differ by more than rounding"):
+        run(own_model, monkeypatch)
+
+
+@pytest.mark.slow
+def test_own_model_notices_wrong_paging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers in the pages of the first: each writes before it reads, so a prompt alone would be right."""
+    paged = own_model.attention.paged
+    monkeypatch.setattr(own_model.attention, "paged", lambda batch, layer, *rest: paged(batch, layer * 0, *rest))
+    assert own_model.run().max_difference > 0.1
+
+
+@pytest.mark.slow  # compiles for itself
+def test_own_model_on_a_mesh() -> None:
+    code = "import jax, own_model; print(own_model.run(jax.make_mesh((2,), ('tensor',))).max_difference)"
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}"}
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.splitlines()[-1]) < own_model.ROUNDING
+
+
+def test_train_then_generate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    """In fewer steps than the learning rate rises for, and in place of an earlier run's checkpoint."""
+    (tmp_path / "text").write_text("abc" * 100)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "pagedjax.json").write_text("{}")
+    arguments = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--prompts", "abcab"]
+    run(train_then_generate, monkeypatch, "--steps", "15", "--batch", "4", "--length", "16", *arguments)
+    out, err = capsys.readouterr()
+    assert float(err.split("loss ")[-1].split()[0]) < np.log(256) - 1
+    assert out.startswith("> abcab")
+    answer = out[len("> abcab") :]
+    assert sum(answer.count(letter) for letter in "abc") > 100, "of 120 bytes"
+
+
 def train(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path, *arguments: str) -> list[rl_grpo.Record]:
     """The table of a GRPO run."""
     run(rl_grpo, monkeypatch, "--out", str(out), *arguments)
-    return rl_grpo.read_table(out / "rewards.csv")
+    with (out / "rewards.csv").open(newline="") as file:
+        _, *rows = csv.reader(file)
+    return [rl_grpo.Record(*map(json.loads, row)) for row in rows]
 
 
 def test_grpo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
@@ -117,12 +215,16 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert all(0 <= record.difference < 1e-4 for record in records)
     assert any(0 < record.reward < 1 for record in records)
 
+    with pytest.raises(SystemExit, match="began with --seed 0 --group 8;"):
+        train(monkeypatch, tmp_path, "--resume", "--steps", "4", "--tasks", "8", "--group", "4", "--seed", "1")
+
 
 @pytest.mark.slow
 def test_grpo_goes_on_as_if_never_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     arguments = ("--steps", "4", "--tasks", "8", "--group", "8", "--save-every", "2")
     whole = train(monkeypatch, tmp_path, *arguments)
-    shutil.rmtree(tmp_path / "checkpoints" / "4")  # as if it had been stopped before this one was written
+    shutil.rmtree(tmp_path / "checkpoints" / "4")  # as if it had been killed before this one was written,
+    (tmp_path / "rewards.csv").write_text("")  # and while the table was
     both = train(monkeypatch, tmp_path, *arguments, "--resume")
     assert both[:2] == whole[:2]
     assert both[2:] != whole[2:]  # other seconds
