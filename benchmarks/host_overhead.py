@@ -103,11 +103,16 @@ def measure(num_running: int, num_blocks: int, num_waiting: int, *, num_steps: i
     schedules = Timed(simulation.scheduler.schedule, after=counts)
     tables = Timed(simulation.chip.run, time.perf_counter)
     simulation.scheduler.schedule, simulation.chip.run = schedules, tables  # type: ignore[method-assign]
-    first = len(simulation.timeline.host_seconds)
-    _run(step, num_steps)
-    rest = zip(simulation.timeline.host_seconds[first:], schedules.seconds, counts.seconds, strict=True)
-    updates = [host - schedule - count for host, schedule, count in rest]
-    medians = [_median_us(seconds) for seconds in (schedules.seconds, counts.seconds, updates, tables.seconds)]
+    parts: list[tuple[float, float, float]] = []  # of each step: schedule, plan, update
+
+    def timed_step() -> None:
+        first = len(schedules.seconds)
+        step()
+        schedule, plan = sum(schedules.seconds[first:]), sum(counts.seconds[first:])  # two, where the first had no room
+        parts.append((schedule, plan, simulation.timeline.host_seconds[-1] - schedule - plan))
+
+    _run(timed_step, num_steps)
+    medians = [_median_us(seconds) for seconds in (*zip(*parts, strict=True), tables.seconds)]
     return HostCost(num_running, num_blocks, num_waiting, *medians)
 
 

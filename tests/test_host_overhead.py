@@ -15,6 +15,11 @@ def test_a_case_holds_what_it_varies() -> None:
     assert min(cost.schedule_us, cost.plan_us, cost.update_us, cost.table_us) > 0
 
 
+def test_a_row_that_ends_leaves_no_room_for_a_moment() -> None:
+    cost = host_overhead.measure(1, 257, 0, num_steps=host_overhead.OUTPUT_LEN + 4)
+    assert min(cost.schedule_us, cost.plan_us, cost.update_us) > 0
+
+
 def test_a_case_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     cases = host_overhead.main(["--rows", "2", "6", "--blocks", "16", "20", "--steps", "3"])
     assert [(case["num_running"], case["num_blocks"]) for case in cases] == [(2, 16), (2, 20), (6, 20)]  # that fit
