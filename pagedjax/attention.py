@@ -57,7 +57,8 @@ def dense(positions: jax.Array, window: jax.Array | None) -> Attend:
 
 
 def paged(batch: Batch, layer: jax.Array, window: jax.Array | None, implementation: str | None) -> Attend:
-    """Writes K and V of the step's tokens into the pool, then attends over every block of their rows.
+    """Writes K and V of the step's tokens into the pool, then attends over every block of their rows; on a mesh each
+    device for its own heads.
 
     Args:
         batch: where each token goes.
@@ -66,12 +67,13 @@ def paged(batch: Batch, layer: jax.Array, window: jax.Array | None, implementati
         implementation: passed to `pallas_kernels.paged_attention`.
 
     Returns:
-        `attend(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], kv_pages) -> (out [T, Hq, D], kv_pages)`.
+        `attend(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], kv_pages) -> (out [T, Hq, D], kv_pages)`, where `kv_pages`
+        is what the engine has given the model.
     """
 
     function = functools.partial(_write_and_attend, implementation=implementation)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: KVPages) -> tuple[jax.Array, KVPages]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: Any) -> tuple[jax.Array, Any]:
         arguments = (q, k, v, kv_pages, batch, layer, window)
         return function(*arguments) if batch.heads is None else batch.heads.attend(function, *arguments)
 

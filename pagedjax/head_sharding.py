@@ -25,6 +25,24 @@ from pallas_kernels import KVPages
 WHOLE = PartitionSpec()  # every device has all of it
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DividedPages:
+    """The pool of a mesh as a model gets it: for `HeadSharding.attend` and nothing else.
+
+    Called on the whole pool, the functions of `pallas_kernels` would have more KV heads than the model where devices
+    hold the same one, and a kernel can't be divided. So a model that calls them itself is told at its first step.
+    """
+
+    pages: KVPages
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a KV pool on a mesh has no {name!r}, since each device has that of its own heads; a model attends there "
+            "through pagedjax.attention.paged, or the engine does without mesh= (docs/tensor_parallel.md)"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
     """Which device has which heads.
@@ -61,21 +79,22 @@ class HeadSharding:
         return jax.tree.map(functools.partial(NamedSharding, self.mesh), kv_pages.partition_specs(self.axis))
 
     def attend(
-        self, function: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: KVPages, *shared: Any
-    ) -> tuple[jax.Array, KVPages]:
+        self, function: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, pool: DividedPages, *shared: Any
+    ) -> tuple[jax.Array, DividedPages]:
         """`function(q, k, v, kv_pages, *shared)` on every device for its heads.
 
         Args:
             function: gives the heads' output and their pool; it may hold no arrays but its arguments.
             q, k, v: [T, H, D], all heads.
-            kv_pages: the pool.
+            pool: of all heads.
             shared: pytrees that every device gets whole.
         """
         if self.kv_copies > 1:
             k, v = (jnp.repeat(x, self.kv_copies, axis=-2) for x in (k, v))
-        heads, pages = PartitionSpec(None, self.axis), kv_pages.partition_specs(self.axis)
+        heads, pages = PartitionSpec(None, self.axis), pool.pages.partition_specs(self.axis)
         inputs = (heads, heads, heads, pages, *[WHOLE] * len(shared))
-        return self.map(function, inputs, (heads, pages))(q, k, v, kv_pages, *shared)
+        out, kv_pages = self.map(function, inputs, (heads, pages))(q, k, v, pool.pages, *shared)
+        return out, DividedPages(kv_pages)
 
     def gather(self, kv_pages: KVPages, layer: int, block_ids: np.ndarray, length: int) -> tuple[jax.Array, jax.Array]:
         """As `pallas_kernels.gather_kv`; every device has the result whole, each head once."""

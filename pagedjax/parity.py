@@ -22,6 +22,7 @@ from pagedjax.params import place_params
 from pagedjax.prompts import parse_prompts
 from pagedjax.rollout import Rollout, own_logprobs
 from pagedjax.sampling_params import SamplingParams
+from pagedjax.tensor_parallel import tensor_parallel
 
 NUM_DRAWN = 16  # tokens that are drawn in place of a text's last ones; of a shorter text, all but its first
 _PERCENTILES = (0, 1, 50, 99, 100)
@@ -90,13 +91,18 @@ def check_parity(llm: LLM, params: Any, texts: Rollout | Sequence[Any]) -> Parit
     Raises:
         ValueError: a text does not fit the engine, or there is nothing to compare.
     """
-    params = place_params(params, llm.params)
+    parallel = tensor_parallel(llm.config.mesh, llm.model_config)
+    params = place_params(params, llm.params, None if parallel is None else parallel.param_sharding)
     given = texts.outputs if isinstance(texts, Rollout) else texts
     if isinstance(given, list | tuple) and given and all(isinstance(each, RequestOutput) for each in given):
         said = _drawn(given)
     else:
         said = _computed(llm, [prompt.token_ids for prompt in parse_prompts(given, llm.tokenizer)])
-    differences = [np.asarray(each.logprobs, np.float32) - _dense_logprobs(llm, params, each) for each in said]
+
+    def compare(params: Any) -> list[np.ndarray]:
+        return [np.asarray(each.logprobs, np.float32) - _dense_logprobs(llm, params, each) for each in said]
+
+    differences = compare(params) if parallel is None else parallel.apply(compare, params)
     return Parity(np.concatenate(differences) if differences else np.zeros(0, np.float32))
 
 

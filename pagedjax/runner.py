@@ -144,7 +144,8 @@ class Runner:
     def kv_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V of a row's tokens, [L, tokens, H, D] each; zero where a sliding window has passed."""
         table = self.state.table
-        num_tokens, ids = int(table.seq_lens[row]), np.asarray(table.block_tables[row])
+        seq_lens, block_tables = jax.device_get((table.seq_lens, table.block_tables))  # on whatever mesh they lie
+        num_tokens, ids = int(seq_lens[row]), block_tables[row]
         ids = np.where(ids == block_table.NULL_BLOCK, table.num_blocks, ids)  # no block: read as zeros
         gather: Callable[..., Any] = pallas_kernels.gather_kv
         if self._parallel is not None:

@@ -4,8 +4,8 @@ Attention is divided by heads (`pagedjax.head_sharding`), the MLP by its inner s
 compiler divides the computation accordingly and sums where parts meet. What the host reads or writes, tables, rows and
 results, is whole on every device, so that in a mesh of several processes each runs the same loop on the same values.
 
-The axis of the mesh that is divided over is called "tensor" or "model", or it is the only one. Along every other axis
-devices hold and compute the same: that is for a trainer's mesh, whose parameters are then used where they are.
+The axis of the mesh that is divided over is called "tensor", "model" or "tp", or it is the only one. Along every other
+axis devices hold and compute the same: that is for a trainer's mesh, whose parameters are then used where they are.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pagedjax.batch import Batch
 from pagedjax.config import ModelConfig
-from pagedjax.head_sharding import WHOLE, HeadSharding
+from pagedjax.head_sharding import WHOLE, DividedPages, HeadSharding
 from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
 
-AXIS_NAMES = ("tensor", "model")
+AXIS_NAMES = ("tensor", "model", "tp")
 
 # Which axis of a parameter is divided, counted from the last, so that it does not matter whether layers are stacked.
 # The others (norms, and the biases of what is summed over devices) are whole on every device.
@@ -101,6 +101,12 @@ class TensorParallel:
         with jax.set_mesh(self.mesh):
             return jax.jit(function, out_shardings=self.shardings(jax.eval_shape(function)))()
 
+    def apply(self, function: Callable[..., Any], params: Any, *arguments: Any) -> Any:
+        """`function` of parameters, such as a trainer's forward, on the mesh; its axes are left to the compiler there,
+        whatever the trainer's own mesh says of them. What lies as an engine wants it is not copied."""
+        with jax.set_mesh(self.mesh):
+            return function(jax.tree.map(jax.device_put, params, self.shardings(params)), *arguments)
+
     def param_sharding(self, path: tuple[str, ...], leaf: Any) -> NamedSharding:
         """Where a parameter belongs.
 
@@ -149,7 +155,8 @@ class _OnMesh:
         self, tokens: jax.Array, kv_pages: KVPages, batch: Batch, *, implementation: str | None
     ) -> tuple[jax.Array, KVPages]:
         batch = dataclasses.replace(batch, heads=self._parallel.heads)
-        return self._model.paged(tokens, kv_pages, batch, implementation=implementation)
+        hidden, divided = self._model.paged(tokens, DividedPages(kv_pages), batch, implementation=implementation)
+        return hidden, divided.pages
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         parallel, logits = self._parallel, self._model.logits(hidden)
@@ -195,14 +202,14 @@ def tensor_axis(mesh: Mesh) -> str:
     """The axis of a mesh that a model is divided over.
 
     Raises:
-        ValueError: there are several, and none is called "tensor" or "model".
+        ValueError: there are several, and none has one of `AXIS_NAMES`.
     """
     for name in (*AXIS_NAMES, *(mesh.axis_names if len(mesh.axis_names) == 1 else ())):
         if name in mesh.axis_names:
             return name
     raise ValueError(
-        f"mesh has the axes {mesh.axis_names}; call the one to divide the model over {AXIS_NAMES[0]!r}, or make a mesh "
-        "of one axis"
+        f"mesh has the axes {mesh.axis_names}; call the one to divide the model over one of {AXIS_NAMES}, or make a "
+        "mesh of one axis"
     )
 
 

@@ -1,4 +1,5 @@
-"""Engines on meshes of host devices. `test_tensor_parallel` runs this in a process that has eight."""
+"""Engines on meshes of host devices: what lies and goes where. `test_tensor_parallel` runs this in a process that has
+eight."""
 
 from __future__ import annotations
 
@@ -18,8 +19,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mesh_models import GREEDY, MODELS, OPTIONS, PROMPTS
 
 import pallas_kernels
-from pagedjax import LLM, CompletionOutput, ModelConfig, SamplingParams, block_table, capacity, check_parity
-from pagedjax.batch import make_batch
+from pagedjax import (
+    LLM,
+    Decoder,
+    ModelConfig,
+    SamplingParams,
+    block_table,
+    capacity,
+)
+from pagedjax.batch import Batch, make_batch
 from pagedjax.tensor_parallel import param_shardings, tensor_axis, tensor_parallel
 from pallas_kernels import KVPages
 
@@ -140,6 +148,26 @@ def test_kv_is_exported_whole_and_once(name: str) -> None:
             np.testing.assert_allclose(found[layer][: len(prompt)], want[: len(prompt)], rtol=0, atol=1e-4)
 
 
+def test_the_dense_forward_of_a_trainers_parameters() -> None:
+    """Whose mesh has typed axes; none of them is copied."""
+    graphdef, params, mesh = trainer("qwen3")
+    tokens = np.array([PROMPTS[3]])
+    expected = nnx.merge(graphdef, on_one_device(params))(tokens)
+    used: list[Any] = []
+
+    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+        used.extend(jax.tree.leaves(params))
+        return jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))(params, tokens)
+
+    parallel = tensor_parallel(mesh, MODELS["qwen3"])
+    with jax.set_mesh(mesh):
+        found = parallel.apply(forward, params, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    for leaf, given in zip(used, jax.tree.leaves(params), strict=True):
+        pointers = [[part.data.unsafe_buffer_pointer() for part in x.addressable_shards] for x in (leaf, given)]
+        assert pointers[0] == pointers[1]
+
+
 def test_new_weights() -> None:
     """On the mesh they are used as they are; those of another place are refused, and the engine goes on."""
     llm, (_, params, mesh) = engine("qwen3"), trainer("qwen3")
@@ -189,69 +217,19 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"embed\.embedding lies on 8 devices; give the engine their mesh="):
         LLM(nnx.merge(*trainer("qwen3")[:2]), **OPTIONS)
     assert tensor_axis(trainers_mesh(2)) == "tensor"
+    assert tensor_axis(jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)) == "tp"
 
 
-@functools.cache
-def alone(name: str, **options: Any) -> LLM:
-    graphdef, params = mesh_models.split(name)
-    return LLM(nnx.merge(graphdef, params), **OPTIONS | options)
+class _Direct(Decoder):
+    """Calls the kernels itself."""
+
+    def paged(self, tokens: jax.Array, kv_pages: Any, batch: Batch, **options: Any) -> tuple[jax.Array, Any]:
+        return super().paged(tokens, kv_pages, dataclasses.replace(batch, heads=None), **options)
 
 
-def compare(one: LLM, many: LLM, prompts: Any, asked: SamplingParams) -> None:
-    """What they say is equal up to where the margin between the two most likely tokens leaves a doubt."""
-    outputs = zip(mock_engine.generate(one, prompts, asked), mock_engine.generate(many, prompts, asked), strict=True)
-    for expected, found in outputs:
-        for sample, other in zip(expected.outputs, found.outputs, strict=True):
-            compare_samples(sample, other)
-    many.audit()
-
-
-def compare_samples(sample: CompletionOutput, other: CompletionOutput) -> None:
-    assert sample.logprobs is not None
-    for place, entry in enumerate(sample.logprobs):
-        if sample.token_ids[place] != other.token_ids[place]:
-            first, second = sorted(entry.values(), reverse=True)[:2]
-            assert first - second <= mesh_models.CLEAR
-            return
-    assert other.cumulative_logprob == pytest.approx(sample.cumulative_logprob, abs=1e-3)
-
-
-FORMS: dict[str, dict[str, Any]] = {
-    "chunks": {"batch_invariant": False, "max_num_batched_tokens": 8},
-    "speculation": {"num_speculative_tokens": 3},
-    "int8": {"kv_cache_dtype": "int8"},
-    "preemption": {"num_blocks": 24, "enable_prefix_caching": False},  # so few that rows make way
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_as_on_one_device(name: str) -> None:
-    """Greedy and sampled, with forks."""
-    graphdef, params = mesh_models.split(name)
-    one = LLM(nnx.merge(graphdef, params), **OPTIONS)
-    for size in (2, 4, 8):
-        many = LLM(nnx.merge(graphdef, params), mesh=mesh_of(size), **OPTIONS)
-        for asked in (GREEDY, mesh_models.sampled(), mesh_models.sampled(3)):
-            compare(one, many, PROMPTS, dataclasses.replace(asked, logprobs=2))
-        assert check_parity(many, many.params, PROMPTS).max_difference < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_options_as_on_one_device(form: str) -> None:
-    graphdef, params = mesh_models.split("qwen3")
-    options = OPTIONS | FORMS[form]
-    one = LLM(nnx.merge(graphdef, params), **options)
-    many = LLM(nnx.merge(graphdef, params), mesh=mesh_of(8), **options)
-    compare(one, many, PROMPTS, dataclasses.replace(GREEDY, logprobs=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_smollm2(size: int, smollm2: LLM) -> None:
-    """9 query and 3 KV heads: whole on two devices, a KV head each on three."""
-    many = LLM.load("smollm2-135m-instruct", mesh=mesh_of(size), max_num_seqs=8, max_num_batched_tokens=64)
-    assert many.plan.block_bytes == smollm2.plan.block_bytes // (1 if size == 2 else 3)
-    prompts = ["The capital of France is", "One, two, three,", "def fibonacci(n):"]
-    compare(smollm2, many, prompts, SamplingParams(temperature=0.0, max_tokens=24, logprobs=2))
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_model_that_knows_nothing_of_the_mesh(size: int) -> None:
+    """Is refused, and told what to do."""
+    llm = LLM(_Direct(MODELS["llama"], rngs=nnx.Rngs(0)), mesh=mesh_of(size), **OPTIONS)
+    with pytest.raises(AttributeError, match=r"a KV pool on a mesh has no .*pagedjax\.attention\.paged"):
+        llm.warmup()

@@ -28,7 +28,8 @@ def environment(num_devices: int) -> dict[str, str]:
 
 
 def run_on_eight_devices(which: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, "on_eight_devices.py"]
+    files = ["on_eight_devices.py", "options_on_eight_devices.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, *files]
     result = subprocess.run(command, cwd=TESTS, env=environment(8), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -42,23 +43,21 @@ def test_on_eight_devices_in_every_form() -> None:
     run_on_eight_devices("slow")
 
 
-@pytest.mark.slow  # each compiles for itself
-def test_two_processes_agree(tmp_path: pathlib.Path) -> None:
-    """Two devices each, four in all; and what they say is what one device says."""
+def run_in_two_processes(folder: pathlib.Path, *what: str) -> dict[str, Any]:
+    """What both of them say."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    files = [tmp_path / f"{index}.json" for index in range(2)]
     command = [sys.executable, "-W", "error", str(TESTS / "one_of_two_processes.py"), port]
     processes = [
         subprocess.Popen(
-            [*command, str(index), str(file)],
+            [*command, str(index), str(folder), *what],
             env=environment(2),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for index, file in enumerate(files)
+        for index in range(2)
     ]
     try:
         said = [process.communicate(timeout=SECONDS)[0] for process in processes]
@@ -66,11 +65,28 @@ def test_two_processes_agree(tmp_path: pathlib.Path) -> None:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    one, other = (json.loads(file.read_text()) for file in files)
+    one, other = (json.loads((folder / f"{index}.json").read_text()) for index in range(2))
     assert one == other
-    for key, seed in (("greedy", 0), ("new weights", 1)):
-        check_greedy(one[key], seed)
-    assert len({tuple(ids) for output in one["sampled"] for ids, _ in output}) > len(mesh_models.PROMPTS)
+    return one
+
+
+@pytest.mark.slow  # each compiles for itself
+def test_two_processes_agree(tmp_path: pathlib.Path) -> None:
+    """Two devices each, four in all; and what they say is what one device says."""
+    check_greedy(run_in_two_processes(tmp_path)["greedy"], seed=0)
+
+
+@pytest.mark.slow
+def test_two_processes_agree_in_everything(tmp_path: pathlib.Path) -> None:
+    """Also in what they go on with from a saved state."""
+    said = run_in_two_processes(tmp_path, "everything")
+    check_greedy(said["new weights"], seed=1)
+    assert len({tuple(ids) for output in said["sampled"] for ids, _ in output}) > len(mesh_models.PROMPTS)
+    _, expected, recomputed, resumed = said["saved"]
+    for found in (recomputed, resumed):
+        for ((ids, logprob),), ((expected_ids, expected_logprob),) in zip(found, expected, strict=True):
+            assert ids == expected_ids
+            assert logprob == pytest.approx(expected_logprob, abs=1e-3)
 
 
 def check_greedy(found: list[Any], seed: int) -> None:
