@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import mock_engine
 import numpy as np
+import padded_pool
 import pytest
 import test_speculation
 import test_update_params
@@ -22,8 +23,8 @@ from mock_model import Oracle
 
 from pagedjax import LLM, Decoder, SamplingParams, block_table
 from pagedjax.events import Event
-from pagedjax.snapshot import kv as snapshot_kv
-from pallas_kernels import KVPages
+from pagedjax.snapshot import raw_blocks
+from pallas_kernels import KVPages, gather_kv
 
 
 @pytest.fixture
@@ -196,18 +197,29 @@ def test_an_engine_with_other_options(
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_blocks_of_every_pool(dtype: str, head_dim: int) -> None:
     """Values and scales, bit by bit, of the blocks asked for and in their order; more than one call takes."""
-    num_blocks = snapshot_kv.CHUNK + 9
-    pages = KVPages.zeros(2, num_blocks, 4, 2, head_dim, "float8_e4m3fn" if dtype == "fp8" else dtype)
+    num_blocks = raw_blocks.CHUNK + 9
+    sizes = (2, num_blocks, 4, 2, head_dim, "float8_e4m3fn" if dtype == "fp8" else dtype)
     rng = np.random.default_rng(0)
-    pages = jax.tree.map(lambda leaf: jnp.asarray(rng.integers(-99, 99, leaf.shape), leaf.dtype), pages)
-    block_ids = rng.permutation(np.arange(1, num_blocks))[: snapshot_kv.CHUNK + 5].tolist()
-    blocks = snapshot_kv._read_blocks(pages, block_ids)
-    written = snapshot_kv._write_blocks(jax.tree.map(jnp.zeros_like, pages), blocks)
+    pages = jax.tree.map(lambda leaf: jnp.asarray(rng.integers(-99, 99, leaf.shape), leaf.dtype), KVPages.zeros(*sizes))
+    block_ids = rng.permutation(np.arange(1, num_blocks))[: raw_blocks.CHUNK + 5].tolist()
+    blocks = raw_blocks.read_blocks(pages, block_ids)
+    written = raw_blocks.write_blocks(KVPages.zeros(*sizes), blocks)
     for found, expected in zip(jax.tree.leaves(written), jax.tree.leaves(pages), strict=True):
         found, expected = np.asarray(found.astype(jnp.float32)), np.asarray(expected.astype(jnp.float32))
         np.testing.assert_array_equal(found[:, 1 : len(block_ids) + 1], expected[:, block_ids])
         assert not found[:, 0].any()
         assert not found[:, len(block_ids) + 1 :].any()
+
+    padded = raw_blocks.write_blocks(padded_pool.zeros(*sizes), blocks)
+    assert padded.is_padded == (head_dim == 16 or dtype in ("int8", "fp8"))
+    assert raw_blocks.layout(padded) == raw_blocks.layout(pages)
+    again = raw_blocks.read_blocks(padded, list(range(1, len(block_ids) + 1)))
+    for found, expected in zip(again, blocks, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    found, expected = (
+        gather_kv(pool, 1, jnp.array(ids), 8) for pool, ids in ((padded, [1, 2]), (pages, block_ids[:2]))
+    )
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from killed_engine import TOKENIZER, add_requests, rest, start, step
 from mock_engine import GREEDY, SEEDED, Pieces, finish, use_tokenizer
 
 from pagedjax import LLM, BeamSearchParams
-from pagedjax.snapshot import kv as snapshot_kv
+from pagedjax.snapshot import raw_blocks
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -94,14 +94,14 @@ def test_a_device_that_fails_while_it_loads(llm: LLM, tmp_path: pathlib.Path, mo
     step(llm, 3)
     llm.save_state(tmp_path, include_kv=True)
     expected = rest(llm)
-    scatter = snapshot_kv._scatter
+    scatter = raw_blocks._scatter
 
     def broken(*arguments: Any) -> None:
         scatter(*arguments)  # consumes the donated pool
         raise RuntimeError("device on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot_kv, "_scatter", broken)
+        patch.setattr(raw_blocks, "_scatter", broken)
         with pytest.raises(RuntimeError, match="device on fire"):
             llm.load_state(tmp_path)
     assert not llm.has_unfinished_requests()

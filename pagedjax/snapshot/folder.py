@@ -2,16 +2,22 @@
 
 Orbax's CheckpointManager writes each state beside the ones before it, under a temporary name until it is complete, and
 removes the older ones only after that. So there is a whole state at every moment after the first one.
+
+Where a program has several processes, all save and load together, and every one has all of the state: the first writes
+it, and each reads it for itself, from a file system that they share. All of them raise where one has to.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
+import time
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from pagedjax.snapshot.numbers import Numbers
 from pagedjax.snapshot.snapshot import Snapshot
@@ -22,6 +28,12 @@ FORMAT_VERSION = 1
 PREFIX = "state"  # the states are state_0, state_1 ...; nothing else in the folder is touched
 CONTENT, NUMBERS, BLOCKS = "content", "numbers", "blocks"
 
+WRITER = 0  # the process that writes
+NO_STATE = -1  # as the number of a state
+NOT_MINE = np.iinfo(np.int32).max  # the same, from the processes that do not write
+
+PATIENCE = 5.0  # seconds in which a file system shows one process what another has written
+
 
 def save(folder: str | os.PathLike[str], snapshot: Snapshot) -> None:
     """Writes a state beside the one before it, which is then removed.
@@ -31,18 +43,26 @@ def save(folder: str | os.PathLike[str], snapshot: Snapshot) -> None:
         snapshot: the state.
 
     Raises:
-        OSError, ValueError: it cannot be written; the state before it, if any, is still there.
+        OSError, ValueError: it cannot be written, or not every process can see it; where it was not written, the state
+            before it, if any, is still there.
     """
-    content = {"format": FORMAT, "version": FORMAT_VERSION, "num_arrays": len(snapshot.blocks), **snapshot.content}
-    items: dict[str, Any] = {
-        CONTENT: ocp.args.JsonSave(content),
-        NUMBERS: ocp.args.PyTreeSave(snapshot.numbers.arrays),
-    }
-    if snapshot.blocks:
-        items[BLOCKS] = ocp.args.PyTreeSave({str(place): array for place, array in enumerate(snapshot.blocks)})
-    with _manager(folder, create=True) as manager:
-        last = manager.latest_step()
-        manager.save(0 if last is None else last + 1, args=ocp.args.Composite(**items))
+    folder = pathlib.Path(folder).absolute()
+    number, failure = NOT_MINE, None
+    if jax.process_index() == WRITER:
+        try:
+            number = _write(folder, snapshot)
+        except Exception as error:  # raised once the others know
+            number, failure = NO_STATE, error
+    number = _least(number)
+    if failure is not None:
+        raise failure
+    if number == NO_STATE:
+        raise OSError(f"process {WRITER} could not write a state to {folder}; it has raised why")
+    if not _least(_appears(folder / f"{PREFIX}_{number}")):
+        raise OSError(
+            f"process {WRITER} has written {PREFIX}_{number} to {folder}, and not every process can see it there; give "
+            "a folder on a file system that all processes share"
+        )
 
 
 def load(folder: str | os.PathLike[str]) -> Snapshot:
@@ -50,38 +70,91 @@ def load(folder: str | os.PathLike[str]) -> Snapshot:
 
     Raises:
         FileNotFoundError: there is no such folder, or no finished state in it.
+        OSError: that is so for some processes only, or they see different states.
         ValueError: the state is damaged, or of another version.
     """
     folder = pathlib.Path(folder).absolute()
+    number = _last(folder) if folder.is_dir() else NO_STATE
+    if not _least(number) == number == -_least(-number):
+        raise OSError(
+            f"processes do not find the same state in {folder}, one of them {number} (none is {NO_STATE}); give a "
+            "folder on a file system that all processes share"
+        )
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give one that LLM.save_state has written to")
-    with _manager(folder, create=False) as manager:
+    if number == NO_STATE:
+        raise FileNotFoundError(
+            f"{folder} has no finished state: LLM.save_state has not written to it, or was interrupted at its first"
+        )
+    return _read(folder, number)
+
+
+def _write(folder: pathlib.Path, snapshot: Snapshot) -> int:
+    """The number of the state."""
+    content = {"format": FORMAT, "version": FORMAT_VERSION, "num_arrays": len(snapshot.blocks), **snapshot.content}
+    items: dict[str, Any] = {
+        CONTENT: ocp.args.JsonSave(content),
+        NUMBERS: ocp.args.PyTreeSave(snapshot.numbers.arrays),
+    }
+    if snapshot.blocks:
+        items[BLOCKS] = ocp.args.PyTreeSave({str(place): array for place, array in enumerate(snapshot.blocks)})
+    folder.mkdir(parents=True, exist_ok=True)
+    with _manager(folder) as manager:
+        last = manager.latest_step()
+        number = 0 if last is None else last + 1
+        manager.save(number, args=ocp.args.Composite(**items))
+    return number
+
+
+def _last(folder: pathlib.Path) -> int:
+    with _manager(folder) as manager:
         step = manager.latest_step()
-        if step is None:
-            raise FileNotFoundError(
-                f"{folder} has no finished state: LLM.save_state has not written to it, or was interrupted at its first"
-            )
-        content = _restore(manager, step, CONTENT, ocp.args.JsonRestore())
+    return NO_STATE if step is None else step
+
+
+def _read(folder: pathlib.Path, number: int) -> Snapshot:
+    with _manager(folder) as manager:
+        content = _restore(manager, number, CONTENT, ocp.args.JsonRestore())
         kind = (content.get("format"), content.get("version"))
         if kind != (FORMAT, FORMAT_VERSION):
             raise ValueError(
                 f"{folder} has a state of format {kind[0]!r}, version {kind[1]!r}; this package reads {FORMAT!r}, "
                 f"version {FORMAT_VERSION}"
             )
-        arrays = _restore(manager, step, NUMBERS, _on_host("ints", "floats"))
+        arrays = _restore(manager, number, NUMBERS, _on_host("ints", "floats"))
         blocks: list[np.ndarray] = []
         names = [str(place) for place in range(content["num_arrays"])]
         if names:
-            found = _restore(manager, step, BLOCKS, _on_host(*names))
+            found = _restore(manager, number, BLOCKS, _on_host(*names))
             blocks = [found[name] for name in names]
     return Snapshot(content, Numbers(arrays["ints"], arrays["floats"]), blocks)
 
 
-def _manager(folder: str | os.PathLike[str], *, create: bool) -> ocp.CheckpointManager:
+def _manager(folder: pathlib.Path) -> ocp.CheckpointManager:
+    """That of this process alone: it waits for no other one."""
+    here = jax.process_index()
     options = ocp.CheckpointManagerOptions(
-        step_prefix=PREFIX, max_to_keep=1, create=create, enable_async_checkpointing=False
+        step_prefix=PREFIX,
+        max_to_keep=1,
+        create=False,
+        enable_async_checkpointing=False,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process_{here}"
+        ),
     )
-    return ocp.CheckpointManager(pathlib.Path(folder).absolute(), options=options)
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def _least(number: int) -> int:
+    """Of a number that every process has."""
+    return number if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(number)).min())
+
+
+def _appears(state: pathlib.Path) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not (there := state.is_dir()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return there
 
 
 def _on_host(*names: str) -> Any:

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from pagedjax.new_request import RequestMaker
@@ -47,7 +48,11 @@ def take(engine: Engine, maker: RequestMaker, outbox: Outbox, *, include_kv: boo
         maker: of its requests.
         outbox: of its outputs.
         include_kv: whether K/V of the running rows belongs to it.
+
+    Raises:
+        ValueError: the program has several processes, and they do not all run this engine.
     """
+    _check_processes(engine)
     numbers, now = Numbers(), time.monotonic()
     held = kv.read(engine.runner, engine.scheduler.running) if include_kv else None
     content = {
@@ -106,6 +111,16 @@ def restore(snapshot: Snapshot, engine: Engine, maker: RequestMaker, outbox: Out
     maker.num_made = saved_num_made
     engine.observer.deliver()
     return list(requests)
+
+
+def _check_processes(engine: Engine) -> None:
+    mesh, num_processes = engine.runner.config.mesh, jax.process_count()
+    num_running = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+    if num_running != num_processes:
+        raise ValueError(
+            f"this program has {num_processes} processes, and {num_running} of them run this engine; a state can only "
+            "be saved of an engine that all of them run, on a mesh of all their devices"
+        )
 
 
 def _in_order_of_arrival(engine: Engine) -> list[Sequence]:
