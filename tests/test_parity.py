@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import own_gpt
 import pytest
@@ -154,38 +154,28 @@ def test_what_can_be_compared(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_two_thousand_tokens_of_a_real_model(smollm2_path: pathlib.Path) -> None:
-    """Scored and generated ones, with hits in the prefix cache, prompts in chunks and sequences that give way."""
+    """Drawn ones and known ones, with hits in the prefix cache, prompts in chunks and sequences that give way."""
+    optimised = "optimization_level=0" not in os.environ["XLA_FLAGS"]  # see conftest.py: users' code is
+    most = 1e-4 if optimised else 2e-4
     llm = LLM.load(
         smollm2_path, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=30, max_model_len=256, watermark=0.0
     )
     assert llm.tokenizer is not None
     text = llm.tokenizer.encode((pathlib.Path(__file__).parent.parent / "LICENSE").read_text())
     prompts = [text[:64] + text[64 + 20 * index :][:20] for index in range(12)]
-    params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=88, ignore_eos=True, logprobs=0) for seed in range(12)
-    ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert all(output.num_cached_tokens > 0 for output in outputs[4:])
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=88, ignore_eos=True) for seed in range(12)]
+    rollout = llm.rollout(prompts, params, use_tqdm=False)
+    assert all(output.num_cached_tokens > 0 for output in rollout.outputs[4:])
     assert llm.stats().num_preemptions > 0
-
-    sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-    logits = jax.jit(nnx.merge(llm.graphdef, llm.params).__call__)
-    found, expected = [], []
-    for output, sequence in zip(outputs, sequences, strict=True):
-        logprobs = np.asarray(jax.nn.log_softmax(logits(jnp.array([sequence]))[0, :, : llm.num_vocab_tokens]))
-        completion = output.outputs[0]
-        assert completion.logprobs is not None
-        for place, token in enumerate(completion.token_ids, len(prompts[0]) - 1):
-            found.append(completion.logprobs[place - len(prompts[0]) + 1][token])
-            expected.append(logprobs[place, token])
-    assert len(found) == 12 * 88
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    parity = check_parity(llm, llm.params, rollout)
+    assert parity.num_tokens == 12 * 88
+    assert parity.max_difference < most, parity
 
     before = llm.stats().num_preemptions
     for index in range(3):  # requests that came earlier, and grow: those of the comparison give way to them
         llm.add_request(str(index), text[200 + 50 * index :][:40], SamplingParams(max_tokens=120, ignore_eos=True))
-    parity = check_parity(llm, llm.params, sequences)
+    texts = [text[172 * index :][:172] for index in range(12)]
+    parity = check_parity(llm, llm.params, texts)
     assert parity.num_tokens > 2000
-    assert parity.max_difference < 1e-4
+    assert parity.max_difference < most, parity
     assert llm.stats().num_preemptions > before
-    print(parity)
