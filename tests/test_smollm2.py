@@ -89,6 +89,7 @@ def test_beam_search_is_that_of_transformers(smollm2: LLM, case: dict[str, Any])
         assert score == pytest.approx(expected["score"], abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.slow  # three minutes; chunks of 64 are above, and sequences that give way in the mock model's tests
 def test_chunks_of_sixteen_and_a_pool_that_preempts(smollm2_path: pathlib.Path) -> None:
     """The longest request comes first and the pool has little beside it, so the others have to give way to it."""
     llm = LLM.load(
