@@ -97,6 +97,8 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
         if part in options.parts:
             results[part] = {}
             for scenario in SCENARIOS:
+                if options.only not in scenario.name:
+                    continue
                 lengths = sharegpt_lengths(options.requests or scenario.num_requests, options.seed)
                 print(f"\n{scenario.name}, {len(lengths):,} requests ({scenario.model}):")
                 results[part][scenario.name] = print_runs(make(scenario, lengths))
@@ -131,6 +133,7 @@ def save(results: dict[str, Any], folder: pathlib.Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", default="", help="scenarios of `full` and `curve` whose name holds this text")
     parser.add_argument("--requests", type=int, help="of a run in `full` and `curve`; default: the scenario's")
     parser.add_argument("--large", type=int, default=100_000, help="requests of `large`, and longest queue of `host`")
     parser.add_argument("--steps", type=int, default=300, help="steps that a figure of `host` is the median of")
