@@ -253,9 +253,11 @@ def test_loglikelihoods(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     cache = Cache()
     lm.set_cache_hook(cache)
-    calls: list[Any] = []
-    score = LLM.score
-    monkeypatch.setattr(LLM, "score", lambda llm, *args: calls.append(args) or score(llm, *args))
+    contexts: list[list[int]] = []
+    score_many = LLM.score_many
+    monkeypatch.setattr(
+        LLM, "score_many", lambda llm, prompts, *args: contexts.extend(prompts) or score_many(llm, prompts, *args)
+    )
     found = lm.loglikelihood(requests(arguments), disable_tqdm=True)
     for (context, continuation), (value, is_greedy) in zip(arguments, found, strict=True):
         ids = encode(continuation)
@@ -264,7 +266,7 @@ def test_loglikelihoods(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert value == pytest.approx(expected, abs=1e-4)
         assert is_greedy == expected_greedy
     assert found[3][1]
-    assert len(calls) == 4
+    assert len(contexts) == 4
     assert sorted(cache.found) == sorted(("loglikelihood", *each) for each in zip(arguments, found, strict=True))
 
 
