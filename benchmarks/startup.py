@@ -170,16 +170,21 @@ def _cells(cells: Sequence[str]) -> str:
     return "".join(f"{cell:>13}" for cell in cells)
 
 
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What to load and how: sizes as the peers are measured with."""
     parser.add_argument("--model", default="smollm2-135m-instruct", help="what LLM.load takes")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--num-blocks", type=int, help="of the pool; default: the engine's")
     parser.add_argument("--decode-steps", type=int, default=8)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
+    parser.add_argument("--num-blocks", type=int, help="of the pool; default: the engine's")
     parser.add_argument("--task", help=argparse.SUPPRESS)  # what a process that was spawned is to do
     options = vars(parser.parse_args(arguments))
     model, dtype, task = (options.pop(name) for name in ("model", "dtype", "task"))

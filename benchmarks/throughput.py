@@ -36,7 +36,7 @@ from typing import Any
 
 import jax
 import traces
-from startup import peak_rss_mb
+from startup import add_engine_options, peak_rss_mb
 from traces import Trace
 
 from pagedjax import LLM, SamplingParams
@@ -208,14 +208,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workload", nargs="+", required=True, type=pathlib.Path, metavar="FILE", help="one after another"
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="what LLM.load takes")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--block-size", type=int, default=16)
+    add_engine_options(parser)
     parser.add_argument("--num-blocks", type=int, help="of the pool; default: enough that no request waits for any")
-    parser.add_argument("--decode-steps", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=1, help="runs of each workload")
     parser.add_argument(
         "--out-tokens",
