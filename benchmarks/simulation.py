@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from simulated_chip import ChipModel, SimulatedChip
+from tqdm import tqdm
 
 from pagedjax.block_table import check
 from pagedjax.engine import Engine
@@ -201,6 +202,7 @@ class Simulation:
             arrivals: simulated seconds, ascending; None: all at the start.
         """
         times = [0.0] * len(lengths) if arrivals is None else arrivals
+        progress = tqdm(total=len(lengths), desc=self.setup.name, unit=" requests", leave=False, mininterval=1.0)
         added = 0
         while added < len(lengths) or self.engine.has_unfinished():
             if not self.engine.has_unfinished():
@@ -209,6 +211,8 @@ class Simulation:
                 self.add(*lengths[added], times[added])
                 added += 1
             self.step()
+            progress.update(len(self.times.finished_requests) - progress.n)
+        progress.close()
         self.engine.audit()
         check(self.chip.state.table)
         return self.times.finished_requests

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy_decoder
 import own_gpt
 import pytest
 from flax import nnx
@@ -153,26 +154,34 @@ def test_what_can_be_compared(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_two_thousand_tokens_of_a_real_model(smollm2_path: pathlib.Path) -> None:
-    """Drawn ones and known ones, with hits in the prefix cache, prompts in chunks and sequences that give way."""
+    """Drawn ones and known ones, with hits in the prefix cache, prompts in chunks and sequences that give way.
+
+    Of the known ones some are so unlikely after sums so large that the dense float32 forward is itself 1.6e-4 from
+    float64, with these texts; the engine is held to float64 there.
+    """
     llm = LLM.load(
         smollm2_path, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=30, max_model_len=256, watermark=0.0
     )
     assert llm.tokenizer is not None
     text = llm.tokenizer.encode((pathlib.Path(__file__).parent.parent / "LICENSE").read_text())
-    prompts = [text[:64] + text[64 + 20 * index :][:20] for index in range(12)]
-    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=88, ignore_eos=True) for seed in range(12)]
+    prompts = [text[:64] + text[64 + 20 * index :][:20] for index in range(24)]
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=88, ignore_eos=True) for seed in range(24)]
     rollout = llm.rollout(prompts, params, use_tqdm=False)
     assert all(output.num_cached_tokens > 0 for output in rollout.outputs[4:])
     assert llm.stats().num_preemptions > 0
     parity = check_parity(llm, llm.params, rollout)
-    assert parity.num_tokens == 12 * 88
+    assert parity.num_tokens == 24 * 88 > 2000
     assert parity.max_difference < 1e-4, parity
 
     before = llm.stats().num_preemptions
     for index in range(3):  # requests that came earlier, and grow: those of the comparison give way to them
         llm.add_request(str(index), text[200 + 50 * index :][:40], SamplingParams(max_tokens=120, ignore_eos=True))
     texts = [text[172 * index :][:172] for index in range(12)]
-    parity = check_parity(llm, llm.params, texts)
-    assert parity.num_tokens > 2000
-    assert parity.max_difference < 1e-4, parity
+    scores = dict(llm.score_many([known[:1] for known in texts], [[known[1:]] for known in texts]))
     assert llm.stats().num_preemptions > before
+    weights = jax.tree.map(np.asarray, nnx.to_pure_dict(llm.params))
+    for index, known in enumerate(texts):
+        rows = numpy_decoder.logits(llm.model_config, weights, np.array(known))[:-1, : llm.num_vocab_tokens]
+        rows -= rows.max(-1, keepdims=True)
+        expected = rows[np.arange(len(rows)), known[1:]] - np.log(np.exp(rows).sum(-1))
+        np.testing.assert_allclose(scores[index][0].token_logprobs, expected, atol=1e-4, rtol=0)
