@@ -19,6 +19,7 @@ import numpy as np
 from pagedjax import block_table
 from pagedjax.block_table import BlockTable
 from pagedjax.plan import AT_LENGTH, NO_TOKEN, RUNNING, StepPlan, StepResult
+from pagedjax.step_clock import StepClock
 
 TOKEN = 0  # every token that is drawn
 
@@ -100,6 +101,7 @@ class SimulatedChip:
     ) -> None:
         self.model = model
         self.now = 0.0  # simulated seconds
+        self.clock = StepClock()
         self.cpu_seconds = 0.0  # of the thread, spent in this class
         table = block_table.create(num_blocks, block_size, max_num_seqs, -(-max_model_len // block_size))
         self.state = State(jax.tree.map(lambda leaf: leaf + 0, table))  # every leaf its own buffer: each is donated

@@ -107,8 +107,17 @@ class BlockLedger:
         """The sequence has `num_tokens` computed from now on; its blocks have been debited, or counted by a result."""
         sequence.num_computed = num_tokens
         grown = self.num_blocks(num_tokens) - len(sequence.blocks)
-        if grown > 0:
-            sequence.blocks += [Block(num_rows=1) for _ in range(grown)]
+        sequence.blocks += [Block(num_rows=1) for _ in range(grown)]
+
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many tokens less: the device has stopped before them, and so has not taken the blocks for them, or may
+        come to do so. The next result's count says what is free."""
+        sequence.num_computed -= num_tokens
+        num_left = self.num_blocks(sequence.num_computed)
+        for block in sequence.blocks[num_left:]:
+            assert block is not None  # just computed, so no window has passed it
+            block.num_rows -= 1  # a fork may hold it already
+        del sequence.blocks[num_left:]
 
     def advance_all(self, num_tokens: dict[Sequence, int], growths: dict[Sequence, int]) -> None:
         """Each sequence has so many tokens more, for which it needed these blocks."""

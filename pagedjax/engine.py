@@ -1,14 +1,17 @@
 """The engine: requests in, outputs out, one step at a time.
 
 It joins the scheduler (which decides), the runner (which computes) and text. The loop is `plan = schedule()`,
-`result = run(plan)`, `update(plan, result)`; everything else is bookkeeping around requests.
+`result = run(plan)`, `update(plan, result)`; everything else is bookkeeping around requests. With
+`async_scheduling` the next plan is made and started before the result is there, where the scheduler can tell what it
+will be, so that the device goes from step to step without waiting for the host.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +27,13 @@ from pagedjax.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 
+class _Running(NamedTuple):
+    """A step, and how to wait for its result."""
+
+    plan: StepPlan
+    result: Callable[[], StepResult]
+
+
 class Engine:
     """Runs requests to their end.
 
@@ -31,6 +41,7 @@ class Engine:
         runner: the device side.
         scheduler: made for the same sizes.
         defragment_above: see `EngineConfig`.
+        async_scheduling: see `EngineConfig`.
         observer: is told what happens to requests.
     """
 
@@ -40,6 +51,7 @@ class Engine:
         scheduler: Scheduler,
         *,
         defragment_above: float | None = None,
+        async_scheduling: bool = False,
         observer: Observer | None = None,
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
@@ -49,14 +61,16 @@ class Engine:
         self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.observer = observer or Observer()
         self._defragment_above = defragment_above
+        self._async_scheduling = async_scheduling
+        self._running: _Running | None = None  # its result is still to be fetched
         self._failures = 0  # steps that failed in a row
-        self._ended: list[Request] = []
+        self._due: list[Request] = []  # that come out of the next step: they ended, or got a token, outside of one
         self._leaving: list[Request] = []  # what a step has returned while it still tells its events
 
     @property
     def leaving(self) -> list[Request]:
         """Requests that no caller of `step` has yet."""
-        return [*self._leaving, *self._ended]
+        return [*self._leaving, *self._due]
 
     def add(self, request: Request) -> Request:
         """Queues a request; raises ValueError if its id is in use, or if it can never run."""
@@ -89,10 +103,11 @@ class Engine:
         """Aborts a request of which nobody wants the output; an unknown id is fine."""
         if request_id in self.requests:
             self.abort(request_id)
-        self._ended = [request for request in self._ended if request.request_id != request_id]
+        self._due = [request for request in self._due if request.request_id != request_id]
 
     def change_params(self, params: Any, *, recompute: bool) -> None:
         """Uses other weights from the next step on; see `LLM.update_params`."""
+        self.wait()
         self.runner.params = params
         self.scheduler.change_weights(recompute=recompute)
         if not self.requests:
@@ -103,6 +118,7 @@ class Engine:
 
         The requests that run go on as if nothing had happened.
         """
+        self.wait()
         try:
             return self._defragment()
         except BaseException as error:
@@ -116,6 +132,7 @@ class Engine:
 
     def kv_of(self, request_id: str, index: int) -> tuple[np.ndarray, np.ndarray]:
         """See `LLM.export_kv`."""
+        self.wait()
         if request_id not in self.requests:
             raise KeyError(f"no unfinished request has the id {request_id!r}")
         sequences = self.requests[request_id].sequences
@@ -129,10 +146,10 @@ class Engine:
 
     def knows(self, request_id: str) -> bool:
         """Whether a request with this id is unfinished, or its last output has still to be handed out."""
-        return request_id in self.requests or any(request.request_id == request_id for request in self._ended)
+        return request_id in self.requests or any(request.request_id == request_id for request in self._due)
 
     def has_unfinished(self) -> bool:
-        return bool(self.requests or self._ended)
+        return bool(self.requests or self._due)
 
     def step(self) -> list[Request]:
         """One plan, one run, one update.
@@ -147,7 +164,8 @@ class Engine:
         """
         leaving, touched = self._leaving, list[Request]()
         try:
-            touched = self._step()
+            with self.runner.clock.step():
+                touched = self._step()
         finally:
             finished = {request for request in touched if request.finished}
             self._leaving = leaving + touched
@@ -161,33 +179,70 @@ class Engine:
     def _step(self) -> list[Request]:
         if self.requests:
             self.runner.check_params()
-        ended, self._ended = self._ended, []
+        due, self._due = self._due, []
         if not self.requests:
-            return ended
+            return due
         try:
-            plan = self.scheduler.schedule()
-            self.observer.preempted(self.scheduler.take_preemptions(), self.requests)
-            for admission in plan.admits:
-                self.observer.started(admission)
-            if plan.parts:
-                result = self.runner.run(plan)
-                if not result.ok:
-                    raise RuntimeError("the device ran out of blocks that the scheduler had reserved")
-                touched, closing = self._update(plan, result)
-            else:
-                self.runner.change_rows(plan)
-                touched, closing = [], []
+            touched = self._advance()
         except BaseException as error:
-            self._ended = ended + self._ended
+            self._due = due + self._due
             self._recover(error)
             raise
+        touched = list(dict.fromkeys(due + touched))
+        if not self.requests:
+            self._flush(touched)
+        return touched
+
+    def wait(self) -> None:
+        """Waits for the step that the device is at, if any; what comes of it comes out of the next `step`."""
+        if self._running is None:
+            return
+        try:
+            touched = self._take(self._next())
+        except BaseException as error:
+            self._recover(error)
+            raise
+        self._due = list(dict.fromkeys(self._due + touched))
+
+    def _advance(self) -> list[Request]:
+        """Has a step computed, and the one after it started where that can be; what came of the first."""
+        running = self._next() or self._start()
+        if running is None:
+            return []
+        if self._async_scheduling and self.scheduler.runs_ahead(running.plan):
+            self._running = self._start()
+        return self._take(running)
+
+    def _next(self) -> _Running | None:
+        running, self._running = self._running, None
+        return running
+
+    def _start(self) -> _Running | None:
+        """Plans a step, and has it started if others may be; None if there is nothing to compute."""
+        plan = self.scheduler.schedule()
+        self.observer.preempted(self.scheduler.take_preemptions(), self.requests)
+        for admission in plan.admits:
+            self.observer.started(admission)
+        if not plan.parts:
+            self.runner.change_rows(plan)
+            return None
+        if self._async_scheduling:
+            return _Running(plan, self.runner.start(plan))
+        return _Running(plan, functools.partial(self.runner.run, plan))
+
+    def _take(self, running: _Running | None) -> list[Request]:
+        """Waits for a step; the requests that got a token or ended."""
+        if running is None:
+            return []
+        result = running.result()
+        if not result.ok:
+            raise RuntimeError("the device ran out of blocks that the scheduler had reserved")
+        touched, closing = self._update(running.plan, result)
         self.num_steps += 1
         self._failures = 0
         for request in closing:
             self._close(request)
-        if not self.requests:
-            self._flush(ended + touched)
-        return ended + touched
+        return touched
 
     def audit(self) -> None:
         """Checks that an idle engine holds nothing but cached blocks: the device's table and the host's account.
@@ -213,19 +268,20 @@ class Engine:
         """Takes a result apart; returns the requests that got a token or ended, and those that ended."""
         ledger, parts = self.scheduler.ledger, plan.parts
         of_parts = PartResults.of(plan, result, ledger.block_size)
-        ledger.settle(result.num_free_blocks)
+        self.scheduler.settle(result.num_free_blocks)
         self.num_proposed_tokens += result.num_proposed_tokens
         self.num_accepted_tokens += result.num_accepted_tokens
         touched: dict[Request, None] = {}
         candidates: dict[Request, Candidates] = {}
         finished: list[Sequence] = []
         versions = [plan.weights_version] * len(result.tokens)
+        expected_lens = plan.expected_lens.tolist()
         columns = zip(parts.sequences, parts.epochs, of_parts.seq_lens, of_parts.tokens, of_parts.goes_on, strict=True)
         for place, (sequence, epoch, seq_len, tokens, goes_on) in enumerate(columns):
             if sequence.epoch != epoch:  # given up while the step ran
                 ledger.discard(of_parts.block_ids[place])
                 continue
-            if sequence.num_computed != seq_len:
+            if seq_len > expected_lens[place]:
                 ledger.advance(sequence, seq_len)
             if goes_on and sequence.wants_ids_only:
                 if not sequence.output_ids:
@@ -241,6 +297,7 @@ class Engine:
                     self.observer.drew(sequence.request, sequence.index)
                     touched[sequence.request] = None
                 if sequence.finished:
+                    ledger.take_back(sequence, expected_lens[place] - seq_len)
                     finished.append(sequence)
             elif tokens[0] != NO_TOKEN:
                 row = int(parts.rows[place])
@@ -320,12 +377,13 @@ class Engine:
         If that fails, the requests that were about to be handed out come out of the next `step`.
         """
         try:
+            self._take(self._next())  # started in vain
             if self.scheduler.has_changes:
                 self.runner.change_rows(self.scheduler.schedule())
             if self._defragment_above is not None and self.scheduler.ledger.fragmentation > self._defragment_above:
                 self._defragment()
         except BaseException as error:
-            self._ended = [*touched, *self._ended]
+            self._due = [*touched, *self._due]
             self._recover(error)
             raise
 
@@ -345,7 +403,8 @@ class Engine:
             self._failures = 0
         for request in [request for request in self.requests.values() if request.finished]:
             self._close(request)
-            self._ended.append(request)
+            self._due.append(request)
+        self._running = None
         self.scheduler.reset()
         self.runner.reset()
 
@@ -357,4 +416,4 @@ class Engine:
             if not sequence.finished:
                 self.scheduler.finish(sequence, reason)
         self._close(request)
-        self._ended.append(request)
+        self._due.append(request)

@@ -38,6 +38,9 @@ class EngineConfig:
         batch_invariant: compute every step in one fixed shape, and attention token by token, so that a logit has the
             same bits whatever runs beside a request and however its prompt was cut, recomputed, shared or found in the
             cache. Slower, most of all for long prompts.
+        async_scheduling: plan and start a step before the result of the last one is there, so that the device does not
+            wait for the host. Outputs are the same. A step that depends on the result (with proposals or beams, or with
+            windows in all layers) is not started ahead. None: where the device is not the CPU, which has both to do.
         strict_compile: raise when a program is needed that `warmup` has not compiled.
         mesh: devices to divide the model over, along the axis called "tensor" or "model", or the only one; None: one
             device (`pagedjax.tensor_parallel`).
@@ -59,6 +62,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     defragment_above: float | None = None
     batch_invariant: bool = False
+    async_scheduling: bool | None = None
     strict_compile: bool = False
     mesh: Any = None
     attention: str | None = None

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from pagedjax import capacity, snapshot, workspace
+from pagedjax import capacity, compile_cache, snapshot, workspace
 from pagedjax.beam_search import BeamSearchParams
 from pagedjax.config import ModelConfig
 from pagedjax.decoder import Decoder
@@ -126,6 +126,7 @@ class LLM:
             self._runner,
             scheduler,
             defragment_above=config.defragment_above,
+            async_scheduling=_async_scheduling(config, params),
             observer=Observer(on_event),
         )
         self._maker = RequestMaker(
@@ -149,6 +150,9 @@ class LLM:
         **options: Any,
     ) -> LLM:
         """Loads a model with its tokenizer.
+
+        The engine's compiled programs are kept in the user's cache folder, for a start in seconds the next time, unless
+        the process has a compilation cache of its own or none by choice (`pagedjax.compile_cache`).
 
         Args:
             source: "smollm2-135m-instruct" (fetched on first use), a Hugging Face folder with safetensors, a .gguf
@@ -177,7 +181,13 @@ class LLM:
             longest = max(config.max_position_embeddings, options.get("max_model_len", 0))
             config = dataclasses.replace(config, max_position_embeddings=longest)
         model = Decoder.abstract(config, jax.tree.leaves(checkpoint.params)[0].dtype)
-        return cls(model, checkpoint.params, tokenizer, end_ids=end_ids, on_event=on_event, **options)
+        params = checkpoint.params
+        if options.get("mesh") is None:  # nobody else has these arrays: on a CPU they are used where they are
+            params = jax.tree.map(functools.partial(jax.device_put, may_alias=True), params)
+        with compile_cache.programs_kept():
+            llm = cls(model, params, tokenizer, end_ids=end_ids, on_event=on_event, **options)
+        llm._runner.compiling = compile_cache.programs_kept
+        return llm
 
     # Many prompts at once
 
@@ -625,6 +635,13 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if unknown:
         raise ValueError(f"unknown engine options {unknown}; the known ones are {sorted(known)}")
     return options
+
+
+def _async_scheduling(config: EngineConfig, params: Any) -> bool:
+    if config.async_scheduling is not None:
+        return config.async_scheduling
+    (platform,) = {device.platform for leaf in jax.tree.leaves(params) for device in leaf.devices()} or {"cpu"}
+    return platform != "cpu"
 
 
 def _engine_config(options: Mapping[str, Any], model: ModelConfig) -> EngineConfig:

@@ -39,17 +39,20 @@ class PartResults(NamedTuple):
         """Of a plan that has run; `result.filled` is empty or has every block that became full.
 
         Raises:
-            RuntimeError: a row has not computed what the plan gave it.
+            RuntimeError: a row has not computed what the plan gave it, and not because it had stopped before.
         """
         parts, rows = plan.parts, plan.parts.rows
         seq_lens = result.seq_lens[rows]
-        if (late := rows[seq_lens < parts.first_positions + parts.num_tokens]).size:
-            raise RuntimeError(f"row {late[0]} did not advance: the device holds its sequence for ended")
+        ran = seq_lens >= parts.first_positions + parts.num_tokens  # else nothing at all
+        for place in np.flatnonzero(~ran):
+            if parts.sequences[place].epoch == parts.epochs[place]:
+                raise RuntimeError(f"row {rows[place]} did not advance: the device holds its sequence for ended")
         tokens, finishes = result.tokens[:, rows], result.finish[:, rows]
         goes_on = ((tokens != NO_TOKEN) & (finishes == RUNNING)).all(axis=0)
         block_ids: list[list[int]] = [[]] * len(parts)
         if result.filled.size:
-            filled, num_filled = result.filled.tolist(), seq_lens // block_size - parts.first_positions // block_size
+            filled = result.filled.tolist()
+            num_filled = np.where(ran, seq_lens // block_size - parts.first_positions // block_size, 0)
             ends = _ends(plan, num_filled)
             for place in np.flatnonzero(num_filled):
                 block_ids[place] = filled[ends[place] - num_filled[place] : ends[place]]
@@ -58,7 +61,7 @@ class PartResults(NamedTuple):
             seq_lens.tolist(),
             tokens.T.tolist(),
             finishes.T.tolist(),
-            (_ends(plan, parts.num_tokens) - parts.num_tokens).tolist(),
+            (_ends(plan, np.where(ran, parts.num_tokens, 0)) - parts.num_tokens).tolist(),
             block_ids,
             goes_on.tolist(),
         )

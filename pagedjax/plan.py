@@ -126,6 +126,11 @@ class StepPlan:
         return counts
 
     @property
+    def expected_lens(self) -> np.ndarray:  # i32[P]
+        """Tokens with K/V that each sequence will have, unless it stops or proposals come true."""
+        return self.parts.first_positions + self.parts.num_tokens + (0 if self.num_proposals else self.num_steps - 1)
+
+    @property
     def total_new_tokens(self) -> int:
         """Token places that an inner step needs."""
         return int(self.parts.num_tokens.sum()) + self.num_proposals * len(self.parts)

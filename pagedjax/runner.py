@@ -7,6 +7,7 @@ behind one's back; which exist is known at the start, from the ladder of token c
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
@@ -28,6 +29,7 @@ from pagedjax.request import Sequence
 from pagedjax.row_sampling import row_values
 from pagedjax.row_state import ADMITS, DROPS, Changes, RowState, change_rows
 from pagedjax.step import NUM_COUNTS, DeviceResult, EngineState, step
+from pagedjax.step_clock import StepClock
 from pagedjax.tensor_parallel import TensorParallel, tensor_parallel
 from pallas_kernels import KVPages
 
@@ -68,7 +70,9 @@ class Runner:
         self._programs: dict[str, Callable[..., Any]] = {}
         self._warm = False
         self.on_compile: Callable[[str], None] = lambda name: None  # told each program before it is compiled
+        self.compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # around it all
         self.compile_seconds = 0.0
+        self.clock = StepClock()
         self.state = self._fresh_state()
 
     @property
@@ -89,7 +93,7 @@ class Runner:
             on_compiled: told each program that is ready.
         """
         start = time.perf_counter()
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        with self.compiling(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
             compiling = {}
             for name in self.program_names:
                 if name in self._programs:
@@ -105,6 +109,7 @@ class Runner:
 
     def reset(self) -> None:
         """Throws the device's state away, whatever has become of it, and makes a fresh one."""
+        self.clock.reset()
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()
@@ -159,6 +164,10 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and waits for its result."""
+        return self.start(plan)()
+
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Applies a plan; what it returns waits for the result. Several may be on their way, to be taken in order."""
         self.change_rows(plan)
         kind, ladder = "step", self.config.token_ladder
         if plan.num_proposals:
@@ -168,7 +177,8 @@ class Runner:
         if plan.num_proposals:
             counts.append(np.int32(plan.num_proposals))
         self.state, result = program(self._program_params, self.state, *counts)
-        return self._fetch(plan, result)
+        self.clock.started()
+        return functools.partial(self._fetch, plan, result)
 
     def _fetch(self, plan: StepPlan, result: DeviceResult) -> StepResult:
         num_steps, num_rows = self.config.decode_steps, self.config.max_num_seqs
@@ -177,6 +187,7 @@ class Runner:
         tokens, finish, seq_lens, counts, filled = np.split(
             np.asarray(result.packed), np.cumsum([num_lines * num_rows, num_lines * num_rows, num_rows, NUM_COUNTS])
         )
+        self.clock.fetched()
         asking = [sequence for sequence in plan.parts.sequences if sequence.wants_logprobs]
         params = [sequence.params for sequence in asking]
         wanted = any(p.logprobs is not None for p in params)
@@ -266,7 +277,8 @@ class Runner:
                 raise RuntimeError(f"program {name} is not compiled, and strict_compile is on; llm.plan lists the set")
             self.on_compile(name)
             start = time.perf_counter()
-            self._programs[name] = self._lower(name).compile()
+            with self.compiling():
+                self._programs[name] = self._lower(name).compile()
             seconds = time.perf_counter() - start
             self.compile_seconds += seconds
             logger.info("compiled %s in %.1f s", name, seconds)

@@ -9,8 +9,10 @@ Invariants:
 - Blocks are reserved in arrival order and only later arrivals are preempted for earlier ones, so the oldest running
   sequence advances in every step; since a sequence that cannot fit the empty pool is refused, it ends.
 - A row is given up in one place, `_release`.
-- A running sequence that does not prefill has one pending token when a plan begins, and none when it is made. So a plan
-  looks closely only at the rows that prefill, need a block, start or end.
+- A running sequence that does not prefill has one pending token when a plan begins, known or about to be drawn, and
+  none when it is made. So a plan looks closely only at the rows that prefill, need a block, start or end.
+- A plan may be made while the result of the last one is still to come (`runs_ahead`). It counts on every row going on;
+  one that has stopped computes nothing on the device, and `epoch` keeps its part of the result from being taken.
 - A beam search has its rows and all the blocks it may come to need set aside when it starts, and is not preempted: its
   beams go on together. An older sequence may have to wait for it, but not for ever: it ends.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable
 
 from pagedjax.beam_reserve import BeamReserve
@@ -94,6 +97,7 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}  # running, with tokens left that they know
         self._last_parts: Parts | None = None  # of the last plan
         self._releases: list[int] = []  # rows given up since the last plan
+        self._in_flight: deque[dict[Sequence, int]] = deque()  # tokens of each plan whose result has not come
         self._beams = BeamReserve(self.ledger)
         self._forks: dict[Request, list[int]] = {}  # beams that change places in the next plan
 
@@ -216,6 +220,7 @@ class Scheduler:
         """The device's state is fresh: nothing is held there, nothing is in flight."""
         self.preempt_all("failure")
         self._releases.clear()
+        self._in_flight.clear()
         self.ledger.reset()
 
     def take_preemptions(self) -> list[Preemption]:
@@ -234,7 +239,7 @@ class Scheduler:
             self.ledger.settle_idle()
         self._fork_beams(plan)
         tokens = self._allot(plan)
-        if not plan.preempted:
+        if not plan.preempted and (tokens or not self.running):
             self._admit(plan, tokens)
         self._prefilling = {sequence: None for sequence in self._prefilling if sequence.num_pending > 0}
         plan.parts = self._last_parts = Parts.of(tokens, self._last_parts)
@@ -244,13 +249,30 @@ class Scheduler:
         plan.drops = self.ledger.take_drops()
         if tokens:  # only then a result comes back; else the credits count towards the next plan that has one
             self.ledger.dispatch()
+            self._in_flight.append({sequence: count + plan.num_steps - 1 for sequence, count in tokens.items()})
         return plan
+
+    def settle(self, num_free_blocks: int) -> None:
+        """The result of the oldest plan in flight is there, with the device's count of free blocks."""
+        self.ledger.settle(num_free_blocks)
+        self._in_flight.popleft()
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        """Whether the next plan can be made before the last one's result is there.
+
+        Not where only the result says how far a row has come, or what has passed a window; and not where someone waits
+        while a row comes to its end, whose place would stay empty for a step.
+        """
+        if plan.num_proposals or self._beams.running or self.ledger.window is not None:
+            return False
+        return not self.waiting or not any(_at_end(sequence) for sequence in plan.parts.sequences)
 
     # How a plan comes about: tokens first, then blocks, then newcomers, then further inner steps.
 
     def _allot(self, plan: StepPlan) -> dict[Sequence, int]:
         """Gives running sequences their tokens and blocks; returns how many tokens each computes."""
-        tokens = dict.fromkeys(self.running, 1)
+        going = [s for s in self.running if not _at_end(s)] if self._in_flight else self.running
+        tokens = dict.fromkeys(going, 1)
         left = self.max_num_batched_tokens - len(tokens)
         for sequence in sorted(self._prefilling, key=_arrival):
             more = min(sequence.num_pending - 1, left)
@@ -262,6 +284,8 @@ class Scheduler:
             self.ledger.debit(needed)
             self.ledger.advance_all(tokens, growths)
             return tokens
+        if self._in_flight:  # before anybody gives way, the result is awaited: it may bring an end
+            return {}
         scheduled: dict[Sequence, int] = {}
         for sequence, num_tokens in tokens.items():
             if sequence.row is None:
@@ -326,9 +350,12 @@ class Scheduler:
             owed += self.ledger.room(sequence.num_computed, self.reserved_len(sequence))
 
     def _keys_to_come(self, tokens: dict[Sequence, int]) -> set[BlockKey]:
-        """Of the sequences that fill a block in this plan, or prefill."""
+        """Of the sequences that fill a block in this plan or one in flight, or prefill."""
         if self.ledger.cache is None:
             return set()
+        tokens = dict(tokens)
+        for earlier in self._in_flight:
+            tokens |= {s: tokens.get(s, 0) + count for s, count in earlier.items() if s.row is not None}
         size, prefilling = self.block_size, self._prefilling
         fill = {s: count for s, count in tokens.items() if s.num_computed % size < count or s in prefilling}
         return keys_to_come(self.ledger, fill)
@@ -383,9 +410,11 @@ class Scheduler:
         while steps > 1 or proposals > 0:
             # A row's last token is never computed: all but one of those left need a slot, and one of them has it.
             more = [min(steps * (1 + proposals), tokens_left) - 1 for tokens_left in left]
-            needed = sum(self.ledger.growths(dict(zip(tokens, more, strict=True))).values())
-            if needed <= self._num_available_blocks:
-                self.ledger.debit(needed)
+            growths = self.ledger.growths(later := dict(zip(tokens, more, strict=True)))
+            if sum(growths.values()) <= self._num_available_blocks:
+                self.ledger.debit(sum(growths.values()))
+                if not proposals:  # else only the result says how many it were
+                    self.ledger.advance_all(later, growths)
                 break
             steps, proposals = (steps - 1, proposals) if steps > 1 else (1, proposals - 1)
         return steps, proposals
@@ -429,6 +458,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """The one way out of a row: finish, abort, preemption and errors all come here."""
         assert sequence.row is not None
+        self.ledger.take_back(sequence, sum(tokens.get(sequence, 0) for tokens in self._in_flight))
         self.ledger.release(sequence)
         self._releases.append(sequence.row)
         self._free_rows.append(sequence.row)
@@ -438,6 +468,11 @@ class Scheduler:
         searches = sequence.request.beams is not None
         if searches and all(other.row is None for other in sequence.request.sequences):
             self._beams.running.pop(sequence.request, None)
+
+
+def _at_end(sequence: Sequence) -> bool:
+    """Whether it has come to its length once all plans in flight have run: its last token needs no K/V."""
+    return sequence.num_computed >= sequence.end_len - 1
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -55,7 +55,7 @@ def find_start(
             continue
         # A fork takes what the device holds before this plan: of a row that this plan starts, nothing.
         starting = any(admission.sequence is sibling for admission in plan.admits)
-        if starting or sibling.num_computed - tokens[sibling] < shared:
+        if starting or sibling.num_computed - tokens.get(sibling, 0) < shared:
             wait = True
         elif ledger.reaches_back(sibling, shared):
             return Start(list(sibling.blocks), shared, sibling.row)

@@ -33,6 +33,7 @@ class Stats:
         queue_time: seconds from arrival to a row.
         time_to_first_token: seconds from arrival to the first token.
         inter_token_time: seconds a token after the first, a request's mean.
+        host_share: share of the wall time of steps in which the device waited for the host, 0 to 1.
         num_steps: steps run since the start.
         num_generated_tokens: tokens sampled since the start.
         num_proposed_tokens: tokens proposed and verified since the start (`num_speculative_tokens`).
@@ -57,6 +58,7 @@ class Stats:
     queue_time: Times
     time_to_first_token: Times
     inter_token_time: Times
+    host_share: float
     num_steps: int
     num_generated_tokens: int
     num_proposed_tokens: int
@@ -92,6 +94,7 @@ class Stats:
             queue_time=Times.of(engine.observer.times.queue),
             time_to_first_token=Times.of(engine.observer.times.first_token),
             inter_token_time=Times.of(engine.observer.times.inter_token),
+            host_share=runner.clock.host_share,
             num_steps=engine.num_steps,
             num_generated_tokens=engine.num_generated_tokens,
             num_proposed_tokens=engine.num_proposed_tokens,

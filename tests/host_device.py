@@ -94,7 +94,7 @@ class Device:
             counts = {}
             for row, part in plan.scheduled.items():
                 state = self.rows[row]
-                assert step or state.num_computed == part.first_position
+                assert step or state.num_computed == part.first_position or not state.active
                 if state.active:
                     counts[row] = 1 if step else part.num_tokens
             self._compute(counts)

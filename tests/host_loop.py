@@ -7,13 +7,13 @@ blocks is the device's.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from host_device import NULL_BLOCK, Device, Result, next_token
 
 from pagedjax.outputs import RequestMetrics
-from pagedjax.plan import StepPlan
+from pagedjax.plan import Scheduled, StepPlan
 from pagedjax.request import Request, Sequence
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.scheduler import Scheduler
@@ -38,8 +38,11 @@ class Loop:
         self.during: Callable[[], None] = lambda: None  # runs between the dispatch of a plan and its result
         self.ended: list[Sequence] = []
         self.host_stops: dict[Sequence, tuple[int, ...]] = {}  # tokens that end it, which the device does not know
-        # Rows were given up while their plan was on the device: the bound may be too low until the next result.
-        self._late = False
+        # Rows were given up while their plan was on the device: so many steps in which the bound may be too low.
+        self._num_late = 0
+        self.ahead = False  # whether plans are made before the result of the last one is there, where they can
+        self._in_flight: tuple[StepPlan, Result] | None = None
+        self._last_plan: StepPlan | None = None
         self._given_back: dict[int, int] = {}  # when a row last gave a block back: the place among all such events
         self._num_given_back = 0
 
@@ -75,6 +78,7 @@ class Loop:
         return request.sequences
 
     def abort(self, sequence: Sequence) -> None:
+        self._num_late = 2 if self._in_flight is not None else self._num_late
         self.scheduler.finish(sequence, "abort")
         self.ended.append(sequence)
 
@@ -89,28 +93,40 @@ class Loop:
         self._given_back |= moved
 
     def step(self) -> StepPlan:
-        oldest = self.scheduler.running[:1]
-        computed = [s.num_computed for s in oldest]
-        cached = self._cached()
-        plan = self.scheduler.schedule()
-        self._check_plan(plan)
-        self._check_evictions(plan, cached)
-        if oldest and not self._late:
-            assert oldest[0].num_computed > computed[0], "the oldest running sequence stands still"
-        if plan.scheduled:
-            result = self.device.run(plan)
-            assert self.ledger.num_free_blocks <= result.num_free_blocks, "the bound of a plan in flight is too high"
+        started, self._in_flight = self._in_flight or self._start(), None
+        plan = started[0]
+        if len(plan.parts):
+            if self.ahead and self.scheduler.runs_ahead(plan):
+                following = self._start()
+                self._in_flight = following if len(following[0].parts) else None
             running = list(self.scheduler.running)
             self.during()
-            self._late = any(sequence.row is None for sequence in running)
-            self._update(plan, result)
-        else:
-            self.device.change_rows(plan)
+            late = any(sequence.row is None for sequence in running)
+            self._update(*started)
+            late |= self._in_flight is not None and any(sequence.row is None for sequence in running)
+            # A plan in flight, whose result comes next, does not release them yet.
+            self._num_late = 1 + self.ahead if late else max(self._num_late - 1, 0)
         self._check_state()
         return plan
 
+    def _start(self) -> tuple[StepPlan, Result]:
+        oldest = self.scheduler.running[:1]
+        computed = [s.num_computed for s in oldest]
+        cached = self._cached()
+        is_ahead = bool(self.scheduler._in_flight)
+        self._last_plan = self._last_plan if is_ahead else None
+        plan = self.scheduler.schedule()
+        self._check_plan(plan, is_ahead)
+        self._last_plan = plan
+        self._check_evictions(plan, cached)
+        if oldest and not self._num_late and not is_ahead:
+            assert oldest[0].num_computed > computed[0], "the oldest running sequence stands still"
+        result = self.device.run(plan)
+        assert self.ledger.num_free_blocks <= result.num_free_blocks, "the bound of a plan in flight is too high"
+        return plan, result
+
     def run(self, max_steps: int = 1000) -> None:
-        while self.scheduler.running or self.scheduler.waiting:
+        while self.scheduler.running or self.scheduler.waiting or self._in_flight is not None:
             max_steps -= 1
             assert max_steps >= 0, "no end in sight"
             self.step()
@@ -129,17 +145,19 @@ class Loop:
     # After a step, as the engine does it
 
     def _update(self, plan: StepPlan, result: Result) -> None:
-        self.ledger.settle(result.num_free_blocks)
+        self.scheduler.settle(result.num_free_blocks)
         for row, part in sorted(plan.scheduled.items()):
             sequence = part.sequence
             if sequence.epoch != part.epoch:
                 self.ledger.discard(result.filled[row])
                 continue
-            self.ledger.advance(sequence, result.seq_lens[row])
+            missing = part.first_position + part.num_tokens + plan.num_steps - 1 - result.seq_lens[row]
             for position in range(part.first_position + 1, part.first_position + part.num_tokens + 1):
                 if position == sequence.next_score:
                     sequence.scores.append({})
             self._take(sequence, result.sampled[row])
+            assert missing == 0 or sequence.finished
+            self.ledger.take_back(sequence, missing)
             self.ledger.fill(sequence, part.first_position // self.scheduler.block_size, result.filled[row])
             self.ledger.pass_window(sequence)
         # What the device has given back behind windows is in its count already; what ends now is not.
@@ -161,11 +179,15 @@ class Loop:
 
     # What has to hold
 
-    def _check_plan(self, plan: StepPlan) -> None:
+    def _check_plan(self, plan: StepPlan, is_ahead: bool) -> None:
         scheduler = self.scheduler
         assert plan.total_new_tokens <= scheduler.max_num_batched_tokens
         assert all(part.num_tokens > 0 for part in plan.scheduled.values())
-        assert {s.row for s in scheduler.running} == set(plan.scheduled), "a running sequence gets nothing"
+        rows = {s.row for s in scheduler.running}
+        assert rows >= set(plan.scheduled) if is_ahead else rows == set(plan.scheduled), (
+            "a running sequence gets nothing"
+        )
+        assert not (is_ahead and plan.preempted), "somebody gives way before the result is there"
         assert not plan.preempted or not plan.admits
         assert plan.num_steps == 1 or all(part.num_tokens == 1 for part in plan.scheduled.values())
         for queue in (scheduler.running, list(scheduler.waiting)):
@@ -181,7 +203,7 @@ class Loop:
         size, admitted = self.scheduler.block_size, [admission.sequence for admission in plan.admits]
         for place, admission in enumerate(plan.admits):
             sequence, next_block = admission.sequence, admission.num_tokens // size
-            for part in plan.scheduled.values():
+            for part in [*plan.scheduled.values(), *self._parts_in_flight()]:
                 other = part.sequence
                 came_first = other not in admitted[place:]
                 if admission.parent is None and came_first and self._may_share(other, sequence):
@@ -224,7 +246,7 @@ class Loop:
         """Whether somebody who came first, or was running, still computes a prefix that the sequence will share."""
         admitted = {admission.sequence for admission in plan.admits}
         size = self.scheduler.block_size
-        for part in plan.scheduled.values():
+        for part in [*plan.scheduled.values(), *self._parts_in_flight()]:
             other = part.sequence
             came_first = other.arrival < sequence.arrival or other not in admitted
             if not came_first or other.weights_version != self.ledger.weights_version:
@@ -238,8 +260,17 @@ class Loop:
                 return True
         return False
 
+    def _parts_in_flight(self) -> Iterable[Scheduled]:
+        """Of the plan whose result has not come when one is made."""
+        return () if self._last_plan is None else self._last_plan.scheduled.values()
+
     def _check_state(self) -> None:
         assert len(set(self.ended)) == len(self.ended)
+        truth = self.device.num_free_after(self.scheduler._releases, self.ledger.drops)
+        bound = self.ledger.num_free_blocks
+        if self._in_flight is not None:  # the device is ahead of the host
+            assert bound <= truth, f"the bound is {bound}, the truth {truth}"
+            return
         for sequence in self.scheduler.running:
             row = self.device.rows[sequence.row]  # type: ignore[index]
             assert (row.tokens, row.num_computed) == (sequence.token_ids, sequence.num_computed)
@@ -254,9 +285,7 @@ class Loop:
             assert block.num_rows == count, f"{count} rows hold a block, and {block.num_rows} are counted"
         retained = sorted([*self._cached(), *self.ledger.drops])
         assert sorted(self.device.retained) == retained, "the cache's references are not those the device holds"
-        truth = self.device.num_free_after(self.scheduler._releases, self.ledger.drops)
-        bound = self.ledger.num_free_blocks
-        assert bound == truth or (bound < truth and self._late), f"the bound is {bound}, the truth {truth}"
+        assert bound == truth or (bound < truth and self._num_late), f"the bound is {bound}, the truth {truth}"
 
 
 def alone(prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = (), index: int = 0) -> list[int]:

@@ -49,7 +49,7 @@ class Driver:
             self.abort_any()
             if changes_weights and rng.random() < 0.05:
                 loop.change_weights(recompute=rng.random() < 0.5)
-            if rng.random() < 0.1:
+            if rng.random() < 0.1 and not loop.ahead:  # the engine waits before it does that
                 loop.defragment()
             loop.step()
         loop.during = lambda: None
@@ -116,6 +116,13 @@ def test_without_a_cache(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(80))
 def test_with_a_cache(seed: int) -> None:
     Driver(seed, enable_prefix_caching=True).run(late_aborts=seed % 2 == 0, changes_weights=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_planned_ahead(seed: int) -> None:
+    driver = Driver(seed, enable_prefix_caching=seed % 3 > 0, window=None)
+    driver.loop.ahead = True
+    driver.run(late_aborts=seed % 2 == 0, changes_weights=False)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""benchmarks/throughput.py, startup.py and floor.py: they measure what they say, and their sums are right."""
+"""benchmarks/throughput.py, startup.py, floor.py and attention.py: they measure what they say; their sums are right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import pathlib
 from typing import Any
 
+import attention
 import floor
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ import products
 import pytest
 import startup
 import throughput
+from attention import Case, Rows
 from flax import nnx
 from floor import Floor, Machine, Step
+from indirection import Shape
 from products import Curve
 from traces import Trace, TracedRequest
 
@@ -219,7 +222,7 @@ def test_a_machine_is_measured() -> None:
 def started(seconds: tuple[float, ...], peak: float, weights: float, pool: float) -> dict[str, Any]:
     return {
         "seconds": dict(zip(startup.PARTS, seconds, strict=True)),
-        "peak_after_mb": dict.fromkeys(startup.PARTS, 1.0) | {"first_token": peak},
+        "peak_after_mb": dict.fromkeys(startup.PARTS, 1.0) | {startup.PARTS[-1]: peak},
         "weights_mb": weights,
         "pool_mb": pool,
         "num_programs": 3,
@@ -231,9 +234,10 @@ def test_memory_is_compared_with_the_baseline(capsys: pytest.CaptureFixture[str]
     found, baseline = started((1.0, 2.0, 3.0, 0.5), 1300.0, 500.0, 300.0), started((1.0,) * 4, 400.0, 0.1, 0.1)
     line = {"model": "m", "dtype": "float32", "cache": "cold"} | startup.summary(found, baseline)
     assert line["ratio"] == pytest.approx(900 / 800)
+    assert line["to_first_token_s"] == 5.0
     assert line["total_s"] == 6.5
     rows = startup.table([line]).splitlines()
-    assert rows[-1].split() == ["cold", "1.00", "2.00", "3.00", "0.50", "6.50", "1,300", "400", "1.12"]
+    assert rows[-1].split() == ["cold", "1.00", "2.00", "3.00", "0.50", "5.00", "1,300", "400", "1.12"]
 
 
 def test_a_baseline_starts_in_a_process_of_its_own(tmp_path: pathlib.Path) -> None:
@@ -246,3 +250,53 @@ def test_a_baseline_starts_in_a_process_of_its_own(tmp_path: pathlib.Path) -> No
     assert list(found["peak_after_mb"].values()) == sorted(found["peak_after_mb"].values())
     assert found["num_programs"] == 3  # rows, defragment, step[1]
     assert found["weights_mb"] + found["pool_mb"] < 0.1
+
+
+# Attention
+
+
+SHAPE = Shape(num_layers=2, num_kv_heads=2, group_size=3, head_dim=8)
+ROWS = (Rows(2, 1, 19), Rows(1, 5, 5), Rows(2, 3, 20))
+
+
+def test_the_cost_of_a_case_by_hand() -> None:
+    case = Case("some", ROWS, SHAPE)
+    pairs = 2 * 19 + (1 + 2 + 3 + 4 + 5) + 2 * (18 + 19 + 20)
+    assert case.flops == pairs * 2 * (2 * 3) * (2 * 8 + 2 * 8)  # layers, heads, a multiply and an add of either product
+    assert case.live_bytes == (2 * 19 + 5 + 2 * 20) * 2 * 2 * 2 * 8 * 4  # layers, heads, K and V, float32
+    np.testing.assert_array_equal(case.lengths, ([1, 1, 5, 3, 3], [19, 19, 5, 20, 20]))
+
+
+def test_both_ways_attend_as_numpy_does() -> None:
+    case = Case("some", ROWS, SHAPE)
+    inputs = attention.Inputs.of(case)
+    q = np.asarray(inputs.q, np.float64)
+    expected = q
+    for layer in inputs.dense:
+        found = []
+        kv = [(np.asarray(k)[row], np.asarray(v)[row]) for k, v in layer for row in range(len(k))]
+        for row, (k, v) in enumerate(kv):
+            mine = expected[inputs.query_start_loc[row] : inputs.query_start_loc[row + 1]]
+            for place, x in enumerate(mine):
+                end = k.shape[1] - len(mine) + place + 1
+                scores = np.einsum("hd,hkd->hk", x, np.repeat(k, 3, axis=0)[:, :end]) / math.sqrt(8)
+                weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+                found.append(np.einsum("hk,hkd->hd", weights, np.repeat(v, 3, axis=0)[:, :end]))
+        expected = q + np.stack(found)
+    for way in (attention.paged, attention.dense):
+        np.testing.assert_allclose(way(case, inputs)(), expected, atol=1e-5)
+
+
+def test_attention_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(attention, "CASES", {"some": ROWS[:1]})
+    monkeypatch.setattr(attention, "PRODUCT_SIZE", 16)
+    (line,) = attention.main(["--layers", "1", "--repeats", "1"])
+    machine, head, cells, found = capsys.readouterr().out.splitlines()
+    assert floor.cpu() in machine
+    assert jax.__version__ in machine
+    assert json.loads(found) == line
+    assert cells.split() == ["some", *(f"{line[name]:.2f}" for name in attention.COLUMNS)]
+    assert min(line[name] for name in attention.COLUMNS) > 0
+    assert line["of_limit"] == max(line["read_ms"], line["product_ms"]) / line["paged_ms"]
+    assert line["gflop_per_s"] * line["product_ms"] * 1e6 == pytest.approx(line["flops"])
+    assert head.split()[:2] == ["paged_ms", "dense_ms"]

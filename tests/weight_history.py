@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -49,9 +50,9 @@ class WeightHistory:
         self.draws: defaultdict[Sequence, list[Origin]] = defaultdict(list)
         self.scores: defaultdict[Sequence, list[Origin]] = defaultdict(list)
         self._rows: dict[int, list[int]] = {}  # `kv` of what was last in each row
-        self._change_rows, self._run = llm._runner.change_rows, llm._runner.run
+        self._change_rows, self._start_step = llm._runner.change_rows, llm._runner.start
         monkeypatch.setattr(llm._runner, "change_rows", self._start)
-        monkeypatch.setattr(llm._runner, "run", self._follow)
+        monkeypatch.setattr(llm._runner, "start", self._follow)
 
     def change(self, salt: int, running: Literal["refuse", "recompute", "keep"]) -> None:
         """Other weights; raises as the engine does."""
@@ -97,18 +98,27 @@ class WeightHistory:
         self._rows |= started
         self._change_rows(plan)
 
-    def _follow(self, plan: StepPlan) -> StepResult:
-        result = self._run(plan)
+    def _follow(self, plan: StepPlan) -> Callable[[], StepResult]:
+        result = self._start_step(plan)
+        kv, salt = {row: self._rows[row] for row in plan.scheduled}, self.salt
+        for (row, part), length in zip(plan.scheduled.items(), plan.expected_lens.tolist(), strict=True):
+            assert len(kv[row]) == part.first_position
+            kv[row] += [salt] * (length - part.first_position)  # the next plan may fork it before the result is there
+        return lambda: self._took(plan, kv, salt, result())
+
+    def _took(self, plan: StepPlan, kv_of_rows: dict[int, list[int]], salt: int, result: StepResult) -> StepResult:
         for row, part in plan.scheduled.items():
-            sequence, kv = part.sequence, self._rows[row]
-            assert len(kv) == part.first_position
-            kv += [self.salt] * (int(result.seq_lens[row]) - len(kv))
+            sequence, kv = part.sequence, kv_of_rows[row]
+            if sequence.epoch != part.epoch:
+                continue  # ended while this step was on its way
+            seq_len = int(result.seq_lens[row])
+            kv += [salt] * (seq_len - len(kv))  # beyond what the plan counted on
             num_drawn = int(np.count_nonzero(result.tokens[:, row] != NO_TOKEN))
-            lengths = range(len(kv) - num_drawn + 1, len(kv) + 1)
-            self.draws[sequence] += [Origin(tuple(kv[:length]), self.salt) for length in lengths]
+            lengths = range(seq_len - num_drawn + 1, seq_len + 1)
+            self.draws[sequence] += [Origin(tuple(kv[:length]), salt) for length in lengths]
             if sequence.scores_from is not None:
                 scores, num_wanted = self.scores[sequence], len(sequence.given_ids) - 1
-                for length in range(part.first_position + 1, min(len(kv), num_wanted) + 1):
+                for length in range(part.first_position + 1, min(seq_len, num_wanted) + 1):
                     if length == len(scores) + 1:
-                        scores.append(Origin(tuple(kv[:length]), self.salt))
+                        scores.append(Origin(tuple(kv[:length]), salt))
         return result

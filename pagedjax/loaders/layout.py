@@ -9,6 +9,7 @@ Letters: L layers, D hidden_size, F intermediate_size, V vocab_size, Hq / Hkv he
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from pagedjax.config import ModelConfig
 
 NAMES_SHOWN = 4  # in a message about many tensors
+ALIGNMENT = 64  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +161,16 @@ def allocate(places: Mapping[str, Place], dtype: np.dtype) -> dict[str, Any]:
         parent = params
         for key in path[:-1]:
             parent = parent.setdefault(key, {})
-        parent[path[-1]] = np.empty(shape, dtype)
+        parent[path[-1]] = _aligned(shape, dtype)
     return params
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array not yet filled that begins where jax can use it as it is on a CPU; NumPy's own would be copied."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _some(names: list[str]) -> str:

@@ -54,6 +54,7 @@ def take(engine: Engine, maker: RequestMaker, outbox: Outbox, *, include_kv: boo
     """
     _check_processes(engine)
     numbers, now = Numbers(), time.monotonic()
+    engine.wait()
     held = kv.read(engine.runner, engine.scheduler.running) if include_kv else None
     content = {
         "weights_version": engine.scheduler.ledger.weights_version,
