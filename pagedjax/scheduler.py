@@ -97,7 +97,8 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}  # running, with tokens left that they know
         self._last_parts: Parts | None = None  # of the last plan
         self._releases: list[int] = []  # rows given up since the last plan
-        self._in_flight: deque[dict[Sequence, int]] = deque()  # tokens of each plan whose result has not come
+        # Of each plan whose result has not come: the tokens of its first inner step, and the number of further ones.
+        self._in_flight: deque[tuple[dict[Sequence, int], int]] = deque()
         self._beams = BeamReserve(self.ledger)
         self._forks: dict[Request, list[int]] = {}  # beams that change places in the next plan
 
@@ -249,7 +250,7 @@ class Scheduler:
         plan.drops = self.ledger.take_drops()
         if tokens:  # only then a result comes back; else the credits count towards the next plan that has one
             self.ledger.dispatch()
-            self._in_flight.append({sequence: count + plan.num_steps - 1 for sequence, count in tokens.items()})
+            self._in_flight.append((tokens, plan.num_steps - 1))
         return plan
 
     def settle(self, num_free_blocks: int) -> None:
@@ -354,8 +355,8 @@ class Scheduler:
         if self.ledger.cache is None:
             return set()
         tokens = dict(tokens)
-        for earlier in self._in_flight:
-            tokens |= {s: tokens.get(s, 0) + count for s, count in earlier.items() if s.row is not None}
+        for earlier, more in self._in_flight:
+            tokens |= {s: tokens.get(s, 0) + count + more for s, count in earlier.items() if s.row is not None}
         size, prefilling = self.block_size, self._prefilling
         fill = {s: count for s, count in tokens.items() if s.num_computed % size < count or s in prefilling}
         return keys_to_come(self.ledger, fill)
@@ -458,7 +459,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """The one way out of a row: finish, abort, preemption and errors all come here."""
         assert sequence.row is not None
-        self.ledger.take_back(sequence, sum(tokens.get(sequence, 0) for tokens in self._in_flight))
+        for tokens, more in self._in_flight:
+            if sequence in tokens:
+                self.ledger.take_back(sequence, tokens[sequence] + more)
         self.ledger.release(sequence)
         self._releases.append(sequence.row)
         self._free_rows.append(sequence.row)
