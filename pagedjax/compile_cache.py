@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "programs"  # in the cache folder of the models
 FOLDER_OPTION, LEAST_SECONDS_OPTION = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+ENABLED_OPTION = "jax_enable_compilation_cache"
 _lent = threading.RLock()  # two engines compile one after the other: each puts back what it has found
 
 
@@ -64,7 +65,7 @@ def programs_kept() -> Iterator[None]:
 
 
 def _can_be_lent() -> bool:
-    if not jax.config.jax_enable_compilation_cache or getattr(jax.config, FOLDER_OPTION) is not None:
+    if not getattr(jax.config, ENABLED_OPTION) or getattr(jax.config, FOLDER_OPTION) is not None:
         return False
     return jax.process_count() == 1 and _is_private(folder())
 

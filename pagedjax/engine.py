@@ -162,10 +162,11 @@ class Engine:
             Whatever the device raised. The engine stays usable: its state is made anew and unfinished requests are
             computed again from their tokens; a failing step twice in a row ends the running ones with "error".
         """
+        if self.observer.on_event is None:
+            return self._step()
         leaving, touched = self._leaving, list[Request]()
         try:
-            with self.runner.clock.step():
-                touched = self._step()
+            touched = self._step()
         finally:
             finished = {request for request in touched if request.finished}
             self._leaving = leaving + touched
@@ -182,15 +183,17 @@ class Engine:
         due, self._due = self._due, []
         if not self.requests:
             return due
-        try:
-            touched = self._advance()
-        except BaseException as error:
-            self._due = due + self._due
-            self._recover(error)
-            raise
-        touched = list(dict.fromkeys(due + touched))
-        if not self.requests:
-            self._flush(touched)
+        with self.runner.clock.step():
+            try:
+                touched = self._advance()
+            except BaseException as error:
+                self._due = due + self._due
+                self._recover(error)
+                raise
+            if due:
+                touched = list(dict.fromkeys(due + touched))
+            if not self.requests:
+                self._flush(touched)
         return touched
 
     def wait(self) -> None:
@@ -274,37 +277,39 @@ class Engine:
         touched: dict[Request, None] = {}
         candidates: dict[Request, Candidates] = {}
         finished: list[Sequence] = []
-        versions = [plan.weights_version] * len(result.tokens)
-        expected_lens = plan.expected_lens.tolist()
-        columns = zip(parts.sequences, parts.epochs, of_parts.seq_lens, of_parts.tokens, of_parts.goes_on, strict=True)
-        for place, (sequence, epoch, seq_len, tokens, goes_on) in enumerate(columns):
+        versions, windowed = [plan.weights_version] * len(result.tokens), ledger.window is not None
+        columns = zip(parts.sequences, parts.epochs, of_parts.tokens, of_parts.goes_on, strict=True)
+        for place, (sequence, epoch, tokens, goes_on) in enumerate(columns):
             if sequence.epoch != epoch:  # given up while the step ran
                 ledger.discard(of_parts.block_ids[place])
                 continue
-            if seq_len > expected_lens[place]:
-                ledger.advance(sequence, seq_len)
-            if goes_on and sequence.wants_ids_only:
-                if not sequence.output_ids:
+            if goes_on and not windowed and sequence.wants_ids_only:  # almost all, so nothing more is asked
+                output_ids = sequence.output_ids
+                if not output_ids:
                     self.observer.drew(sequence.request, sequence.index)
-                sequence.output_ids += tokens
+                output_ids += tokens
                 sequence.weights_versions += versions
-                self.num_generated_tokens += len(tokens)
                 touched[sequence.request] = None
-            elif sequence.request.beams is None:
+                self.num_generated_tokens += len(tokens)
+                continue
+            missing = of_parts.missing[place]
+            if missing < 0:
+                ledger.advance(sequence, sequence.num_computed - missing)
+            if sequence.request.beams is None:
                 part = parts.part(place)
                 self._take_scores(part, result, of_parts.starts[place])
                 if self._take_tokens(part, tokens, of_parts.finishes[place], result, plan.weights_version):
                     self.observer.drew(sequence.request, sequence.index)
                     touched[sequence.request] = None
                 if sequence.finished:
-                    ledger.take_back(sequence, expected_lens[place] - seq_len)
+                    ledger.take_back(sequence, max(missing, 0))
                     finished.append(sequence)
             elif tokens[0] != NO_TOKEN:
                 row = int(parts.rows[place])
                 candidates.setdefault(sequence.request, {})[sequence.index] = next_candidates(result, row)
             if block_ids := of_parts.block_ids[place]:
                 ledger.fill(sequence, int(parts.first_positions[place]) // ledger.block_size, block_ids)
-            if ledger.window is not None:
+            if windowed:
                 ledger.pass_window(sequence)
         for sequence in finished:  # after all windows: the account is what the device has before any release
             self.scheduler.finish(sequence)

@@ -19,15 +19,16 @@ class PartResults(NamedTuple):
     """Columns beside those of `StepPlan.parts`.
 
     Attributes:
-        seq_lens: [P] tokens with K/V in the pool.
+        missing: [P] tokens computed less than the plan counted on, because the sequence stopped; below 0: more, because
+            proposals came true.
         tokens: [P][L] in order, with NO_TOKEN where none was drawn.
         finishes: [P][L] RUNNING, STOPPED or AT_LENGTH with that token.
         starts: [P] where the packed tokens of each begin.
         block_ids: [P] of the blocks that became full, of each in order.
-        goes_on: [P] whether every token was drawn, none of them ended the sequence, and no block became full.
+        goes_on: [P] whether all went as planned: every token was drawn, none ended the sequence, no block became full.
     """
 
-    seq_lens: list[int]
+    missing: list[int]
     tokens: list[list[int]]
     finishes: list[list[int]]
     starts: list[int]
@@ -48,7 +49,8 @@ class PartResults(NamedTuple):
             if parts.sequences[place].epoch == parts.epochs[place]:
                 raise RuntimeError(f"row {rows[place]} did not advance: the device holds its sequence for ended")
         tokens, finishes = result.tokens[:, rows], result.finish[:, rows]
-        goes_on = ((tokens != NO_TOKEN) & (finishes == RUNNING)).all(axis=0)
+        missing = plan.expected_lens - seq_lens
+        goes_on = ((tokens != NO_TOKEN) & (finishes == RUNNING)).all(axis=0) & (missing == 0)
         block_ids: list[list[int]] = [[]] * len(parts)
         if result.filled.size:
             filled = result.filled.tolist()
@@ -58,7 +60,7 @@ class PartResults(NamedTuple):
                 block_ids[place] = filled[ends[place] - num_filled[place] : ends[place]]
             goes_on &= num_filled == 0
         return cls(
-            seq_lens.tolist(),
+            missing.tolist(),
             tokens.T.tolist(),
             finishes.T.tolist(),
             (_ends(plan, np.where(ran, parts.num_tokens, 0)) - parts.num_tokens).tolist(),

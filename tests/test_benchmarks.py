@@ -110,7 +110,7 @@ def test_paging_carries_more_in_fewer_steps(entries: list[Entry]) -> None:
 
 @pytest.mark.parametrize("place", [PAGED, ROWS])
 def test_a_timeline_is_what_stats_count(entries: list[Entry], monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    """Against `LLM.stats` in the first inner step of each plan, which is what it counts there."""
+    """Against `LLM.stats` while a plan runs, which counts all that its inner steps are to compute."""
     llm, variant = entries[place].llm, entries[place].variant
     real, num_steps, shares, running = llm._runner.run, [0], [], []
 
@@ -123,10 +123,10 @@ def test_a_timeline_is_what_stats_count(entries: list[Entry], monkeypatch: pytes
 
     monkeypatch.setattr(llm._runner, "run", run)
     _, timeline = replay.observed(llm, variant, make_trace())
-    columns, firsts = timeline.columns, np.cumsum(num_steps[:-1])
-    assert len(firsts) > 10
-    assert (columns["live"] / columns["allocated"])[firsts].tolist() == pytest.approx(shares)
-    assert columns["running"][firsts].tolist() == running
+    columns, lasts = timeline.columns, np.cumsum(num_steps[1:]) - 1
+    assert len(lasts) > 10
+    assert (columns["live"] / columns["allocated"])[lasts].tolist() == pytest.approx(shares)
+    assert columns["running"][lasts].tolist() == running
 
 
 def test_one_request_by_hand(entries: list[Entry]) -> None:

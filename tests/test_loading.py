@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, Decoder, SamplingParams
-from pagedjax.loaders import hf, orbax
+from pagedjax.loaders import checkpoint, hf, orbax
 
 TINY = pathlib.Path(__file__).parent / "data" / "tiny"
 OPTIONS = {
@@ -62,6 +63,21 @@ def test_a_folder_without_a_tokenizer_takes_token_ids(prompt: list[int], caplog:
     assert "tokenizer.json" in caplog.text
     with pytest.raises(ValueError, match="needs a tokenizer"):
         llm.generate("hello")
+
+
+def test_on_a_cpu_the_loaded_arrays_are_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy of the weights would be there while the pool is made."""
+    arrays: list[np.ndarray] = []
+
+    def load(*arguments: Any) -> checkpoint.Checkpoint:
+        found = checkpoint.load_checkpoint(*arguments)
+        arrays.extend(jax.tree.leaves(found.params))
+        return found
+
+    monkeypatch.setattr("pagedjax.llm.load_checkpoint", load)
+    llm = LLM.load(TINY / "llama_llama3", "float32", **OPTIONS)
+    addresses = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(llm._runner.params)}
+    assert addresses == {array.ctypes.data for array in arrays}
 
 
 def test_an_orbax_checkpoint_gives_the_same(loaded: LLM, prompt: list[int], tmp_path: pathlib.Path) -> None:

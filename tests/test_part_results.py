@@ -30,7 +30,7 @@ def tokens() -> dict[Sequence, int]:
 
 @pytest.fixture
 def plan(tokens: dict[Sequence, int]) -> StepPlan:
-    return StepPlan(NUM_ROWS, parts=Parts.of(tokens))
+    return StepPlan(NUM_ROWS, parts=Parts.of(tokens), num_steps=2)
 
 
 def result(seq_lens: list[int], filled: list[int]) -> StepResult:
@@ -80,7 +80,7 @@ def test_another_row_of_the_same_sequence_is_noticed(plan: StepPlan, tokens: dic
 def test_each_gets_what_its_row_brought(plan: StepPlan) -> None:
     # Row 0 fills two blocks, row 3 one with its second inner step, row 4 one.
     of_parts = PartResults.of(plan, result([9, 99, 99, 9, 6], [31, 32, 33, 34]), BLOCK_SIZE)
-    assert of_parts.seq_lens == [9, 9, 6]
+    assert of_parts.missing == [0, 1, 0]  # the second has ended with the first of two tokens
     assert of_parts.tokens == [[13, 23], [10, 20], [14, NO_TOKEN]]
     assert of_parts.finishes == [[0, 0], [0, AT_LENGTH], [0, 0]]
     assert of_parts.starts == [9, 0, 10]

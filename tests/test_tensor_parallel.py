@@ -64,6 +64,7 @@ def run_in_two_processes(folder: pathlib.Path, *what: str) -> dict[str, Any]:
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
     one, other = (json.loads((folder / f"{index}.json").read_text()) for index in range(2))
     assert one == other

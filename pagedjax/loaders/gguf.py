@@ -1,12 +1,11 @@
 """Weights from a GGUF file: dequantised, in Hugging Face's row order, fused and stacked as the decoder wants them.
 
-The peak is the parameters plus one dequantised tensor a thread. llama.cpp stores the q and k rows of `llama` files for a
+The peak is the parameters plus one dequantised tensor. llama.cpp stores the q and k rows of `llama` files for a
 rotation of neighbouring pairs; they are put back for the rotation of halves that the decoder uses.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 from typing import Any
 
@@ -39,7 +38,6 @@ NAMES = layout.TensorNames(
     down="blk.{layer}.ffn_down.{part}",
 )
 IGNORED_TENSORS = (ROPE_FACTORS,)  # already part of the configuration
-MAX_THREADS = 4  # each holds a dequantised tensor
 PROGRESS_DELAY_SECONDS = 1.0  # loads shorter than this show no bar
 
 
@@ -72,25 +70,19 @@ def load(
     dtype = float_dtype(default_dtype(file) if dtype is None else dtype)
     params = layout.allocate(places, dtype)
     permuted = config.family in PERMUTED_ARCHITECTURES
-
-    def put(name: str, place: layout.Place) -> None:
+    bar = tqdm.tqdm(
+        places.items(),
+        desc=f"loading {file.path.name}",
+        unit="tensor",
+        delay=PROGRESS_DELAY_SECONDS,
+        disable=not progress,
+        leave=False,
+    )
+    for name, place in bar:
         value = file.read(name)
         if permuted and place.rotary_heads:
             value = unpermute(value, place.rotary_heads)
-        place.write(params, value)  # a part of the parameters that no other tensor has
-
-    with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        bar = tqdm.tqdm(
-            threads.map(put, places.keys(), places.values()),
-            total=len(places),
-            desc=f"loading {file.path.name}",
-            unit="tensor",
-            delay=PROGRESS_DELAY_SECONDS,
-            disable=not progress,
-            leave=False,
-        )
-        for _ in bar:
-            pass
+        place.write(params, value)
     return config, params
 
 

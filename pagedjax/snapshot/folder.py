@@ -75,7 +75,8 @@ def load(folder: str | os.PathLike[str]) -> Snapshot:
     """
     folder = pathlib.Path(folder).absolute()
     number = _last(folder) if folder.is_dir() else NO_STATE
-    if not _least(number) == number == -_least(-number):
+    least, most = _least(number), -_least(-number)  # every process asks for both, whatever the first says
+    if not least == number == most:
         raise OSError(
             f"processes do not find the same state in {folder}, one of them {number} (none is {NO_STATE}); give a "
             "folder on a file system that all processes share"
