@@ -76,6 +76,7 @@ class NarrowCut(NamedTuple):
     decided: jax.Array  # bool[S], whether the cut falls within the candidates, so that `keep` is all of it
 
 
+@jax.jit  # within a jit as well: traced once for all that use it
 def narrow_cut(rows: Rows, cut: jax.Array) -> NarrowCut:
     """The cut of the rows that are `cut` bool[S]; the others' lines mean nothing."""
     values, ids = top_k(rows.x, rows.maxima, NARROW)  # [S, K]

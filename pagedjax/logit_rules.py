@@ -22,6 +22,7 @@ def needs_rules(rows: RowSampling, num_outputs: jax.Array) -> jax.Array:
     return jnp.any(_biased(rows)) | jnp.any(_held_back(rows, num_outputs)) | jnp.any(_penalised(rows))
 
 
+@jax.jit  # within a jit as well: traced once for all that use it
 def apply_rules(
     x: jax.Array,
     rows: RowSampling,
