@@ -14,7 +14,6 @@ from mock_engine import GREEDY, generate, ids
 from mock_model import Oracle
 
 from pagedjax import LLM, SamplingParams
-from pallas_kernels import KVPages
 
 
 @pytest.fixture
@@ -37,14 +36,12 @@ def test_the_program_set_is_closed(monkeypatch: pytest.MonkeyPatch, llm: LLM) ->
         generate(llm, [[1]])
 
 
-def test_the_pool_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_is_made_once(llm: LLM) -> None:
     """A device that the pool nearly fills has no room for a second one while the engine starts."""
-    made: list[KVPages] = []
-    zeros = KVPages.zeros
-    monkeypatch.setattr(KVPages, "zeros", lambda *sizes, **named: made.append(zeros(*sizes, **named)) or made[-1])
-    llm = LLM(mock_model.MockDecoder(), **mock_engine.OPTIONS)
-    (kv_pages,) = [pages for pages in made if not isinstance(pages.pool, jax.core.Tracer)]
-    assert llm._runner.state.kv_pages.pool is kv_pages.pool
+    memory = jax.jit(llm._runner._zero_state).lower().compile().memory_analysis()
+    assert memory is not None
+    assert memory.output_size_in_bytes > llm._runner.state.kv_pages.pool.nbytes
+    assert memory.temp_size_in_bytes < llm._runner.state.kv_pages.pool.nbytes / 10
 
 
 @pytest.mark.parametrize(
