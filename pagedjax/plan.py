@@ -126,9 +126,14 @@ class StepPlan:
         return counts
 
     @property
+    def num_later_tokens(self) -> int:
+        """That each sequence computes after the first inner step; 0 where proposals decide: only the result tells."""
+        return 0 if self.num_proposals else self.num_steps - 1
+
+    @property
     def expected_lens(self) -> np.ndarray:  # i32[P]
         """Tokens with K/V that each sequence will have, unless it stops or proposals come true."""
-        return self.parts.first_positions + self.parts.num_tokens + (0 if self.num_proposals else self.num_steps - 1)
+        return self.parts.first_positions + self.parts.num_tokens + self.num_later_tokens
 
     @property
     def total_new_tokens(self) -> int:

@@ -97,7 +97,7 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}  # running, with tokens left that they know
         self._last_parts: Parts | None = None  # of the last plan
         self._releases: list[int] = []  # rows given up since the last plan
-        # Of each plan whose result has not come: the tokens of its first inner step, and the number of further ones.
+        # Of each plan whose result has not come: the tokens of its first inner step, and how many each then gets.
         self._in_flight: deque[tuple[dict[Sequence, int], int]] = deque()
         self._beams = BeamReserve(self.ledger)
         self._forks: dict[Request, list[int]] = {}  # beams that change places in the next plan
@@ -250,7 +250,7 @@ class Scheduler:
         plan.drops = self.ledger.take_drops()
         if tokens:  # only then a result comes back; else the credits count towards the next plan that has one
             self.ledger.dispatch()
-            self._in_flight.append((tokens, plan.num_steps - 1))
+            self._in_flight.append((tokens, plan.num_later_tokens))
         return plan
 
     def settle(self, num_free_blocks: int) -> None:
