@@ -198,8 +198,6 @@ class Engine:
 
     def wait(self) -> None:
         """Waits for the step that the device is at, if any; what comes of it comes out of the next `step`."""
-        if self._running is None:
-            return
         try:
             touched = self._take(self._next())
         except BaseException as error:

@@ -412,8 +412,9 @@ class Scheduler:
             # A row's last token is never computed: all but one of those left need a slot, and one of them has it.
             more = [min(steps * (1 + proposals), tokens_left) - 1 for tokens_left in left]
             growths = self.ledger.growths(later := dict(zip(tokens, more, strict=True)))
-            if sum(growths.values()) <= self._num_available_blocks:
-                self.ledger.debit(sum(growths.values()))
+            needed = sum(growths.values())
+            if needed <= self._num_available_blocks:
+                self.ledger.debit(needed)
                 if not proposals:  # else only the result says how many it were
                     self.ledger.advance_all(later, growths)
                 break

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from pagedjax.config import ModelConfig
+from pagedjax.layer_matrices import ALIGNMENT
 
 NAMES_SHOWN = 4  # in a message about many tensors
-ALIGNMENT = 64  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
