@@ -2,7 +2,7 @@
 
 `Decoder.__call__` is the dense causal forward for training; `Decoder.paged` is the forward of the engine, which reads
 and writes a KV pool. They share every layer and differ only in the function that attends. Layers are stacked along a
-leading axis and scanned, so compile time does not grow with depth (on a CPU a little: `pagedjax.layer_matrices`).
+leading axis and scanned, so compile time does not grow with depth.
 
 Dimensions: B batch, T tokens, E hidden size, V vocabulary, L layers, Hq query heads, Hkv KV heads, D head size.
 """
@@ -21,7 +21,7 @@ from pagedjax import attention, rope
 from pagedjax.attention import Attend
 from pagedjax.batch import Batch
 from pagedjax.config import ModelConfig
-from pagedjax.layer_matrices import Linear, ScannedLayers, separate
+from pagedjax.layer_matrices import Linear, ScannedLayers, whole
 from pallas_kernels import KVPages
 
 Params = Any  # an nnx.State or a nested dict of arrays, as `Decoder` names them
@@ -123,8 +123,8 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def engine_params(params: nnx.State) -> nnx.State:
-        """Parameters as the engine's programs take them: the same arrays, on a CPU each layer's matrices apart."""
-        return nnx.State({**params, "layers": separate(params["layers"])})
+        """Parameters as the engine's programs take them: the same arrays, on a CPU with marks (`layer_matrices`)."""
+        return nnx.State({**params, "layers": whole(params["layers"])})
 
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """The dense causal forward.

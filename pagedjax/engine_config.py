@@ -9,7 +9,7 @@ from typing import Any
 DEFAULT_CPU_KV_BYTES = 2**30
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
-ATTENTION_IMPLEMENTATIONS = (None, "reference", "xla", "tpu", "gpu")
+ATTENTION_IMPLEMENTATIONS = (None, "reference", "xla", "cpu", "tpu", "gpu")
 
 
 @dataclasses.dataclass(frozen=True)

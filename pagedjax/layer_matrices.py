@@ -1,10 +1,8 @@
-"""Weight matrices of all layers, each an array of its own: how the engine holds them on a CPU.
+"""Weight matrices of all layers, multiplied where they lie: how the engine's programs read weights on a CPU.
 
-A scan over stacked layers hands every layer a slice. XLA's CPU products do not read from the middle of an array, so it
-copies the slice first, and a decode step of a few rows is nothing but reading weights: the copies take half of it and
-more. A branch of a conditional, on the other hand, gets its operands as they are. So each layer's matrix becomes an
-array, which on a CPU is the same memory seen otherwise, and a product inside the scan branches on the layer. SmolLM2's
-120 products compile in a tenth of a second more for it, and in five for a single row, whose products are LLVM's loops.
+A scan over stacked layers hands every layer a slice, which XLA for CPU copies; `pallas_kernels.layer_matmul` takes the
+stack and the number of the layer instead. So the kernels of a state are marked, the same arrays, and the scan over
+layers leaves marked ones whole.
 
 Dimensions: L layers, K and N a matrix's input and output size.
 """
@@ -12,15 +10,12 @@ Dimensions: L layers, K and N a matrix's input and output size.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-ALIGNMENT = 64  # bytes; a host buffer that begins elsewhere is copied when it becomes an array
+from pallas_kernels import layer_matmul
 
 
 @jax.tree_util.register_dataclass
@@ -28,32 +23,15 @@ ALIGNMENT = 64  # bytes; a host buffer that begins elsewhere is copied when it b
 class LayerMatrices:
     """What stands for a stacked matrix [L, K, N] in a state."""
 
-    matrices: tuple[jax.Array, ...]  # L times [K, N]
-
-    @classmethod
-    def views(cls, stacked: jax.Array) -> LayerMatrices:
-        """The layers of [L, K, N] on a CPU, without a copy.
-
-        While they live, `stacked` can't be donated: a program it is donated to takes a buffer of its own.
-        """
-        host = np.asarray(stacked)
-        return cls(tuple(jax.device_put(matrix, stacked.sharding, may_alias=True) for matrix in host))
-
-    def of(self, layer: jax.Array) -> LayerMatrix:
-        return LayerMatrix(self.matrices, layer)
+    stack: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMatrix:
     """The matrix [K, N] of one layer, i32[], inside a scan over layers."""
 
-    matrices: tuple[jax.Array, ...]
+    stack: jax.Array
     layer: jax.Array
-
-    def multiply(self, x: jax.Array, precision: jax.lax.PrecisionLike) -> jax.Array:
-        """x [..., K] times the matrix: [..., N]."""
-        products = [functools.partial(_multiply, matrix=matrix, precision=precision) for matrix in self.matrices]
-        return jax.lax.switch(self.layer, products, x)
 
 
 class Linear(nnx.Linear):
@@ -63,29 +41,25 @@ class Linear(nnx.Linear):
         kernel = self.kernel.get_value()
         if not isinstance(kernel, LayerMatrix):
             return super().__call__(inputs, out_sharding)
-        y = kernel.multiply(inputs, self.precision)
+        y = layer_matmul(inputs, kernel.stack, kernel.layer)
         return y if self.bias is None else y + self.bias[...]
 
 
-def separate(layers: nnx.State) -> nnx.State:
-    """Stacked parameters [L, ...] on one CPU with `LayerMatrices` in place of the kernels; other states as they are.
-
-    A kernel whose layers can't all begin at an aligned address stays stacked: they would be copied.
-    """
+def whole(layers: nnx.State) -> nnx.State:
+    """Stacked parameters [L, ...] on one CPU with `LayerMatrices` in place of the kernels; other states as they are."""
     devices = {device for leaf in jax.tree.leaves(layers) for device in leaf.devices()}
     if [device.platform for device in devices] != ["cpu"]:
         return layers
     parts = {}
     for path, variable in nnx.to_flat_state(layers):
-        kernel = variable.get_value()
-        if path[-1] == "kernel" and kernel.nbytes // kernel.shape[0] % ALIGNMENT == 0:
-            variable = variable.replace(LayerMatrices.views(kernel))
+        if path[-1] == "kernel":
+            variable = variable.replace(LayerMatrices(variable.get_value()))
         parts[path] = variable
     return nnx.from_flat_state(parts)
 
 
 class ScannedLayers:
-    """Parameters of layers as a scan takes them, apart in what is scanned over and what is branched on.
+    """Parameters of layers as a scan takes them, apart in what is scanned over and what stays whole.
 
     Args:
         layers: stacked parameters, with `LayerMatrices` or without.
@@ -102,9 +76,5 @@ class ScannedLayers:
     def layer(self, index: jax.Array, slices: list[jax.Array]) -> Any:
         """The parameters of a layer, of its number i32[] and its slices of `scanned`."""
         rest = iter(slices)
-        leaves = [leaf.of(index) if isinstance(leaf, LayerMatrices) else next(rest) for leaf in self._leaves]
+        leaves = [LayerMatrix(leaf.stack, index) if isinstance(leaf, LayerMatrices) else next(rest) for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
-
-
-def _multiply(x: jax.Array, *, matrix: jax.Array, precision: jax.lax.PrecisionLike) -> jax.Array:
-    return jnp.dot(x, matrix, precision=precision)

@@ -16,9 +16,9 @@ from pallas_kernels._kv_pages import KVPages
 from pallas_kernels._reference import attend_reference
 from pallas_kernels._xla import attend_xla
 
-Implementation = Literal["reference", "xla", "tpu", "gpu"]
-IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
-KERNELS = ("tpu", "gpu")
+Implementation = Literal["reference", "xla", "cpu", "tpu", "gpu"]
+IMPLEMENTATIONS = ("reference", "xla", "cpu", "tpu", "gpu")
+KERNELS = ("cpu", "tpu", "gpu")
 
 # Wider than any context, and small enough that position - window does not wrap in int32.
 LARGEST_WINDOW = 2**30
@@ -70,7 +70,7 @@ def paged_attention(
         max_query_len: an upper bound on the queries a row has; 1 leaves the prefill part out. None: num_tokens. Rows
             with more queries than it give wrong results.
         return_lse: whether to return the log-sum-exp as well.
-        implementation: "reference" (slow and plain), "xla", "tpu", "gpu". None: the best there is for the platform.
+        implementation: "reference" (slow and plain), "xla", "cpu", "tpu", "gpu". None: the best there is for the platform.
         interpret: for the Pallas implementations: whether to interpret the kernel, or the backend's InterpretParams.
 
     Returns:
@@ -129,7 +129,11 @@ def _choose(implementation: str | None, q: jax.Array, kv_pages: KVPages) -> str:
 
 
 def _kernel(name: str) -> ModuleType:
-    # Imported where it is used: Pallas takes a second to import, and a CPU needs none of it.
+    # Imported where it is used: Pallas takes a second to import, and a CPU needs none of it; a TPU needs no numba.
+    if name == "cpu":
+        from pallas_kernels import _cpu
+
+        return _cpu
     if name == "tpu":
         from pallas_kernels import _tpu
 

@@ -1,4 +1,4 @@
-"""Which Pallas kernel suits the device that a trace is for."""
+"""Which kernel suits the device that a trace is for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HOPPER = 9  # the major compute capability
 
 
 def kernel_of_this_platform() -> str | None:
-    """ "tpu", "gpu" (Hopper), or None where there is no kernel: CPUs, and GPUs of other kinds, said once."""
+    """ "cpu", "tpu", "gpu" (Hopper), or None where there is no kernel: on GPUs of other kinds, said once."""
     device = device_of_this_trace()
     is_gpu_here = isinstance(device, jax.Device) and device.platform == "gpu"
     if is_gpu_here and not _is_hopper(str(getattr(device, "compute_capability", ""))):
         _say_no_kernel(device.device_kind)
         return None
-    return device.platform if device.platform in ("tpu", "gpu") else None
+    return device.platform if device.platform in ("cpu", "tpu", "gpu") else None
 
 
 def device_of_this_trace() -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from pagedjax.config import ModelConfig
-from pagedjax.layer_matrices import ALIGNMENT
 
+ALIGNMENT = 64  # bytes; a host buffer that begins elsewhere is copied when it becomes an array
 NAMES_SHOWN = 4  # in a message about many tensors
 
 

@@ -1,0 +1,285 @@
+"""Paged attention as loops over blocks: each is read where it lies, once, and no tile of keys is gathered.
+
+The unit of work is a tile of queries of one row, all heads; units are divided over the threads by the keys they see. A
+unit walks its keys in tiles of KEYS with an online softmax (`pallas_kernels._xla.online_softmax` has the references).
+Few lines of queries (decode) meet each key where it lies; many (prefill) a transposed copy of the tile, in the cache.
+What a query gets depends on its row alone: neither on the rows beside it, nor on how they are divided.
+
+T query tokens, S rows, H KV heads, G query heads a KV head, D head_dim, M lines of a unit: its queries times G.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numba import njit
+
+from pallas_kernels._cpu import call_frame, vectors
+from pallas_kernels._kv_pages import KVPages
+
+KEYS = 64
+LINES = 48  # of a unit, unless one query has more
+FEW_LINES = 8  # up to which a key is read where it lies
+ITEMS_PER_THREAD = 4
+LEAST_WORK = 4096  # keys times queries, of all heads, below which threads cost more than they bring
+NO_WINDOW = 2**30
+BITS = {"float32": 32, "bfloat16": 16}
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+def why_not(q: jax.Array, kv_pages: KVPages) -> str | None:
+    """What this can't do, or None."""
+    if q.dtype.name not in BITS or kv_pages.dtype.name not in BITS:
+        return f"it takes float32 and bfloat16, not q in {q.dtype.name} over a pool in {kv_pages.dtype.name}"
+    if q.shape[2] % vectors.LANES:
+        return f"head_dim {q.shape[2]} is not a multiple of this machine's {vectors.LANES} lanes"
+    return None
+
+
+def attend(
+    q: jax.Array,  # [T, H * G, D]
+    kv_pages: KVPages,
+    block_tables: jax.Array,  # i32[S, P]
+    seq_lens: jax.Array,  # i32[S]
+    query_start_loc: jax.Array,  # i32[S + 1]
+    layer: jax.Array,
+    scale: jax.Array,
+    sliding_window: jax.Array | None,
+    sinks: jax.Array | None,  # [H * G]
+    *,
+    soft_cap: float | None,
+    causal: bool,
+    max_query_len: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """out [T, H * G, D] in q's dtype and lse [T, H * G]; `paged_attention` documents the meaning."""
+    num_tokens, num_heads, head_dim = q.shape
+    window = jnp.int32(NO_WINDOW) if sliding_window is None else sliding_window
+    integers = jnp.stack([layer, window, jnp.int32(causal), jnp.int32(sinks is not None)])
+    numbers = jnp.stack([scale.astype(jnp.float32), jnp.float32(0 if soft_cap is None else soft_cap)])
+    sinks = jnp.zeros(num_heads, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, (num_tokens, num_heads))]
+    call = jax.ffi.ffi_call(_target(head_dim, BITS[kv_pages.dtype.name]), shapes, vmap_method="sequential")
+    out, lse = call(
+        q.astype(jnp.float32), kv_pages.pool, block_tables, seq_lens, query_start_loc, integers, numbers, sinks
+    )
+    return out.astype(q.dtype), lse
+
+
+@functools.cache
+def _target(head_dim: int, bits: int) -> str:
+    name = f"pagedjax_attention_{head_dim}_{bits}"
+    call_frame.register(name, _kernel(head_dim, bits), _num_items)
+    return name
+
+
+def _kernel(head_dim: int, bits: int) -> Any:
+    product, values_product, width = vectors.product(32), vectors.product(bits), bits // 8
+    dot, maximum, soften = vectors.dot(head_dim, bits), vectors.line_maximum(KEYS), vectors.line_exp(KEYS)
+    D = head_dim
+
+    if bits == 32:
+
+        @njit(inline="always")
+        def read(address):  # type: ignore[no-untyped-def]
+            return call_frame.floats(address, D)
+
+        @njit(inline="always")
+        def widened(x):  # type: ignore[no-untyped-def]
+            return x
+    else:
+
+        @njit(inline="always")
+        def read(address):  # type: ignore[no-untyped-def]
+            return call_frame.halves(address, D)
+
+        @njit(inline="always")
+        def widened(x):  # type: ignore[no-untyped-def]
+            return vectors.float_of_bits(np.int32(np.uint32(x) << np.uint32(16)))
+
+    @njit
+    def few_scores(scores, q, num_lines, place, address, stride, count):  # type: ignore[no-untyped-def]
+        """scores[:, place : place + count] of keys at `address`, a stride from one another."""
+        for key in range(count):
+            for m in range(num_lines):
+                scores[m, place + key] = dot(q.ctypes.data + 4 * D * m, address + key * stride)
+
+    @njit
+    def transpose(keys, place, address, stride, count):  # type: ignore[no-untyped-def]
+        for key in range(count):
+            k = read(address + key * stride)
+            for d in range(D):
+                keys[d, place + key] = widened(k[d])
+
+    @njit
+    def hide(scores, first, last, soft_cap):  # type: ignore[no-untyped-def]
+        """Caps a line of scores, and hides the keys that are not among first .. last - 1."""
+        if soft_cap > 0:
+            for key in range(first, last):
+                scores[key] = soft_cap * np.tanh(scores[key] / soft_cap)
+        scores[:first] = -np.inf
+        scores[last:] = -np.inf
+
+    @njit(error_model="numpy")
+    def attend_head(  # type: ignore[no-untyped-def]
+        q, value, largest, total, scores, keys, num_lines, group,
+        pool, strides, table, num_blocks, block_size, position, seq_len, causal, window, soft_cap,
+    ):  # fmt: skip
+        """Lines q [M, D], token after token, the first at `position`: sets value [M, D], largest [M], total [M]."""
+        line_bytes, values_at, block_bytes = strides
+        num_queries = num_lines // group
+        end = min(seq_len, position + num_queries) if causal else seq_len
+        start = max(0, position - window + 1)
+        for m in range(num_lines):
+            largest[m], total[m] = -np.inf, 0
+            value[m, :] = 0
+        for tile in range(start // KEYS * KEYS, end, KEYS):
+            first, last = max(tile, start), min(tile + KEYS, end)
+            key = first
+            while key < last:
+                offset = key % block_size
+                count = min(block_size - offset, last - key)
+                block = min(max(table[min(key // block_size, table.size - 1)], 0), num_blocks - 1)
+                address = pool + block * block_bytes + offset * line_bytes
+                if num_lines <= FEW_LINES:
+                    few_scores(scores, q, num_lines, key - tile, address, line_bytes, count)
+                else:
+                    transpose(keys, key - tile, address, line_bytes, count)
+                key += count
+            if num_lines > FEW_LINES:
+                scores[:num_lines, :] = 0
+                product(
+                    num_lines, KEYS, scores.ctypes.data, 4 * KEYS, q.ctypes.data, 4 * D,
+                    keys.ctypes.data, 4 * KEYS, D, 0, 0,
+                )  # fmt: skip
+            for m in range(num_lines):
+                at = position + m // group
+                visible_from = max(first, at - window + 1) - tile
+                visible_to = (min(last, at + 1) if causal else last) - tile
+                hide(scores[m], min(max(visible_from, 0), KEYS), max(visible_to, 0), soft_cap)
+                line = scores.ctypes.data + 4 * KEYS * m
+                new = max(largest[m], maximum(line))
+                offset = new if new > -np.inf else _ZERO
+                decay = np.exp(largest[m] - offset)
+                largest[m], total[m] = new, total[m] * decay + soften(line, offset)
+                if decay != 1:
+                    for d in range(D):
+                        value[m, d] *= decay
+            key = first
+            while key < last:
+                offset = key % block_size
+                count = min(block_size - offset, last - key)
+                block = min(max(table[min(key // block_size, table.size - 1)], 0), num_blocks - 1)
+                values_product(
+                    num_lines, D, value.ctypes.data, 4 * D, scores.ctypes.data + 4 * (key - tile), 4 * KEYS,
+                    pool + block * block_bytes + values_at + offset * line_bytes, line_bytes, count, 0, 0,
+                )  # fmt: skip
+                key += count
+
+    @njit(error_model="numpy")
+    def finish(out, value, largest, total, sink, has_sink):  # type: ignore[no-untyped-def]
+        """Writes a line of out; its log-sum-exp."""
+        if total == 0:  # no key was visible
+            out[:] = 0
+            return np.float32(-np.inf)
+        rescale = _ONE
+        if has_sink:  # far above the scores it would overflow: from whichever is larger
+            offset = max(largest, sink)
+            rescale = np.exp(largest - offset)
+            total, largest = total * rescale + np.exp(sink - offset), offset
+        rescale /= total
+        for d in range(D):
+            out[d] = value[d] * rescale
+        return largest + np.log(total)
+
+    @njit(error_model="numpy")
+    def kernel(frame, item, num_items):  # type: ignore[no-untyped-def]
+        q_at, q_shape = call_frame.argument(frame, 0)
+        pool, pool_shape = call_frame.argument(frame, 1)
+        tables_at, tables_shape = call_frame.argument(frame, 2)
+        num_tokens, num_heads, num_rows, num_blocks = q_shape[0], q_shape[1], tables_shape[0], pool_shape[1]
+        tables = call_frame.integers(tables_at, (num_rows, tables_shape[1]))
+        seq_lens = call_frame.integers(call_frame.argument(frame, 3)[0], num_rows)
+        starts = call_frame.integers(call_frame.argument(frame, 4)[0], num_rows + 1)
+        layer, window, causal, has_sinks = call_frame.integers(call_frame.argument(frame, 5)[0], 4)
+        scale, soft_cap = call_frame.floats(call_frame.argument(frame, 6)[0], 2)
+        sinks = call_frame.floats(call_frame.argument(frame, 7)[0], num_heads)
+        queries = call_frame.floats(q_at, (num_tokens, num_heads, D))
+        out = call_frame.floats(call_frame.result(frame, 0)[0], (num_tokens, num_heads, D))
+        lse = call_frame.floats(call_frame.result(frame, 1)[0], (num_tokens, num_heads))
+        if call_frame.argument_rank(frame, 1) == 5:  # K and V of a token on one line
+            num_kv_heads, block_size, line = pool_shape[2], pool_shape[3], pool_shape[4]
+            values_at, parts = D, 1
+        else:
+            num_kv_heads, block_size, line = pool_shape[3], pool_shape[4], pool_shape[5]
+            values_at, parts = num_kv_heads * block_size * line, 2
+        head_bytes = width * block_size * line
+        block_bytes = parts * num_kv_heads * head_bytes
+        strides = (width * line, width * values_at, block_bytes)
+        pool += min(max(layer, 0), pool_shape[0] - 1) * num_blocks * block_bytes
+        group = num_heads // num_kv_heads
+        queries_per_unit = max(1, LINES // group)
+        most_lines = min(queries_per_unit, num_tokens) * group
+        lines, value = np.empty((most_lines, D), np.float32), np.empty((most_lines, D), np.float32)
+        scores, keys = np.empty((most_lines, KEYS), np.float32), np.zeros((D, KEYS), np.float32)
+        largest, total = np.empty(most_lines, np.float32), np.empty(most_lines, np.float32)
+
+        all_work, work = _work(seq_lens, starts, num_tokens), 0
+        for row in range(num_rows):
+            first_token, end_token = starts[row], min(starts[row + 1], num_tokens)
+            for token in range(first_token, end_token, queries_per_unit):
+                count = min(queries_per_unit, end_token - token)
+                here = count * max(seq_lens[row], 1)
+                mine = (2 * work + here) * num_items // (2 * all_work) == item
+                work += here
+                if not mine:
+                    continue
+                position = seq_lens[row] - (starts[row + 1] - token)
+                for head in range(num_kv_heads):
+                    for i in range(count):
+                        for g in range(group):
+                            for d in range(D):
+                                lines[i * group + g, d] = queries[token + i, head * group + g, d] * scale
+                    attend_head(
+                        lines, value, largest, total, scores, keys, count * group, group,
+                        pool + head * head_bytes, strides, tables[row], num_blocks, block_size,
+                        position, seq_lens[row], causal, window, soft_cap,
+                    )  # fmt: skip
+                    for i in range(count):
+                        for g in range(group):
+                            m, h = i * group + g, head * group + g
+                            lse[token + i, h] = finish(
+                                out[token + i, h], value[m], largest[m], total[m], sinks[h], has_sinks
+                            )
+        if item == 0:
+            for token in range(min(starts[num_rows], num_tokens), num_tokens):
+                out[token, :, :] = 0
+                lse[token, :] = -np.inf
+
+    return kernel
+
+
+@njit
+def _work(seq_lens, starts, num_tokens):  # type: ignore[no-untyped-def]
+    """Keys times queries, at least 1."""
+    work = 0
+    for row in range(seq_lens.size):
+        count = max(0, min(starts[row + 1], num_tokens) - starts[row])
+        work += count * max(seq_lens[row], 1)
+    return max(work, 1)
+
+
+@njit
+def _num_items(frame, num_threads):  # type: ignore[no-untyped-def]
+    _, q_shape = call_frame.argument(frame, 0)
+    _, tables_shape = call_frame.argument(frame, 2)
+    num_rows = tables_shape[0]
+    seq_lens = call_frame.integers(call_frame.argument(frame, 3)[0], num_rows)
+    starts = call_frame.integers(call_frame.argument(frame, 4)[0], num_rows + 1)
+    work = _work(seq_lens, starts, q_shape[0])
+    return 1 if num_threads == 1 or work * q_shape[1] < LEAST_WORK else ITEMS_PER_THREAD * num_threads

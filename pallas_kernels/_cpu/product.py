@@ -1,0 +1,86 @@
+"""x times the matrix of one layer, of the stacked weights as they lie: nothing is cut out, copied or packed.
+
+The columns are divided over the threads. A thread walks its part of the matrix in panels of PANEL lines, a panel in
+tiles as wide as the registers hold, and fetches the next tile into the cache while it computes one.
+
+Dimensions: T rows of x, L layers, K and N a matrix's input and output size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from numba import njit
+
+from pallas_kernels._cpu import call_frame, vectors
+
+PANEL = 64
+BITS = {"float32": 32, "bfloat16": 16}
+
+
+def can_multiply(x: jax.Array, stack: jax.Array) -> bool:
+    """Whether x and the matrices of a stack [L, K, N] are of a dtype and width that `multiply` takes."""
+    return x.dtype.name in BITS and stack.dtype.name in BITS and stack.shape[-1] % vectors.LANES == 0
+
+
+def multiply(x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
+    """x [..., K] times stack[layer], stack [L, K, N]: [..., N] in x's dtype, summed in float32."""
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    shape = jax.ShapeDtypeStruct((rows.shape[0], stack.shape[-1]), jnp.float32)
+    call = jax.ffi.ffi_call(_target(BITS[stack.dtype.name]), shape, vmap_method="sequential")
+    return call(rows, stack, layer.reshape(1)).reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+
+@functools.cache
+def _target(bits: int) -> str:
+    name = f"pagedjax_product_{bits}"
+    call_frame.register(name, _kernel(bits), _num_items)
+    return name
+
+
+def _kernel(bits: int) -> Any:
+    product, width = vectors.product(bits), bits // 8
+    ahead = width * vectors.TILE_COLUMNS
+
+    @njit
+    def kernel(frame, item, num_items):  # type: ignore[no-untyped-def]
+        x, x_shape = call_frame.argument(frame, 0)
+        stack, stack_shape = call_frame.argument(frame, 1)
+        layer, _ = call_frame.argument(frame, 2)
+        y, _ = call_frame.result(frame, 0)
+        num_rows, num_layers, num_terms, num_columns = x_shape[0], stack_shape[0], stack_shape[1], stack_shape[2]
+        index = min(max(call_frame.integers(layer, 1)[0], 0), num_layers - 1)
+        w = stack + width * index * num_terms * num_columns
+        num_tiles = -(-num_columns // vectors.TILE_COLUMNS)
+        first = num_tiles * item // num_items * vectors.TILE_COLUMNS
+        last = min(num_tiles * (item + 1) // num_items * vectors.TILE_COLUMNS, num_columns)
+        for row in range(num_rows):
+            call_frame.floats(y + 4 * (row * num_columns + first), last - first)[:] = 0
+        next_panel = width * (PANEL * num_columns - (last - first - vectors.TILE_COLUMNS))
+        for term in range(0, num_terms, PANEL):
+            product(
+                num_rows,
+                last - first,
+                y + 4 * first,
+                4 * num_columns,
+                x + 4 * term,
+                4 * num_terms,
+                w + width * (term * num_columns + first),
+                width * num_columns,
+                min(PANEL, num_terms - term),
+                ahead,
+                next_panel,
+            )
+
+    return kernel
+
+
+@njit
+def _num_items(frame, num_threads):  # type: ignore[no-untyped-def]
+    _, stack_shape = call_frame.argument(frame, 1)
+    return max(1, min(num_threads, -(-stack_shape[2] // vectors.TILE_COLUMNS)))
+
+
