@@ -35,6 +35,11 @@ class Batch:
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     heads: HeadSharding | None = dataclasses.field(default=None, metadata={"static": True})  # None: on one device
 
+    @property
+    def num_tokens(self) -> jax.Array:
+        """i32[], tokens that are no padding; they come first."""
+        return jnp.sum(self.rows < self.block_tables.shape[0], dtype=jnp.int32)
+
     def by_token(self) -> Batch:
         """The same tokens, each as a row of its own: `rows` and the four fields after `slot_mapping` change.
 

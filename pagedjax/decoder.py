@@ -163,7 +163,7 @@ class Decoder(nnx.Module):
         def attend(layer: jax.Array, window: jax.Array | None) -> Attend:
             return attention.paged(batch, layer, window, implementation)
 
-        return self._run(tokens, batch.positions, attend, kv_pages)
+        return self._run(tokens, batch.positions, attend, kv_pages, batch.num_tokens)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., E]."""
@@ -179,9 +179,11 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         attend: Callable[[jax.Array, jax.Array | None], Attend],
         cache: Any,
+        num_tokens: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
+        """Hidden states of all tokens, of which the first `num_tokens` count (None: all), and the cache."""
         graphdef, stacked = nnx.split(self.layers)
-        parts = ScannedLayers(stacked)
+        parts = ScannedLayers(stacked, num_tokens)
         layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         windows = self._windows()
 

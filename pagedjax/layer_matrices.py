@@ -32,6 +32,7 @@ class LayerMatrix:
 
     stack: jax.Array
     layer: jax.Array
+    num_rows: jax.Array | None  # of what it is multiplied with: how many count
 
 
 class Linear(nnx.Linear):
@@ -41,7 +42,7 @@ class Linear(nnx.Linear):
         kernel = self.kernel.get_value()
         if not isinstance(kernel, LayerMatrix):
             return super().__call__(inputs, out_sharding)
-        y = layer_matmul(inputs, kernel.stack, kernel.layer)
+        y = layer_matmul(inputs, kernel.stack, kernel.layer, kernel.num_rows)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -63,10 +64,12 @@ class ScannedLayers:
 
     Args:
         layers: stacked parameters, with `LayerMatrices` or without.
+        num_rows: i32[], how many of the scan's tokens count; None: all.
     """
 
-    def __init__(self, layers: nnx.State) -> None:
+    def __init__(self, layers: nnx.State, num_rows: jax.Array | None) -> None:
         self._leaves, self._structure = jax.tree.flatten(layers, is_leaf=lambda x: isinstance(x, LayerMatrices))
+        self._num_rows = num_rows
 
     @property
     def scanned(self) -> list[jax.Array]:
@@ -76,5 +79,8 @@ class ScannedLayers:
     def layer(self, index: jax.Array, slices: list[jax.Array]) -> Any:
         """The parameters of a layer, of its number i32[] and its slices of `scanned`."""
         rest = iter(slices)
-        leaves = [LayerMatrix(leaf.stack, index) if isinstance(leaf, LayerMatrices) else next(rest) for leaf in self._leaves]
+        leaves = [
+            LayerMatrix(leaf.stack, index, self._num_rows) if isinstance(leaf, LayerMatrices) else next(rest)
+            for leaf in self._leaves
+        ]
         return jax.tree.unflatten(self._structure, leaves)

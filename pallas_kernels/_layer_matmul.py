@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels import _platform
 
 
-def layer_matmul(x: jax.Array, stack: jax.Array, layer: jax.typing.ArrayLike) -> jax.Array:
+def layer_matmul(
+    x: jax.Array, stack: jax.Array, layer: jax.typing.ArrayLike, num_rows: jax.typing.ArrayLike | None = None
+) -> jax.Array:
     """x @ stack[layer] inside a loop over layers, on a CPU without taking the matrix out of the stack.
 
     XLA for CPU copies a layer's weights out of a stack before it multiplies, and packs them anew for every product: a
@@ -22,9 +24,11 @@ def layer_matmul(x: jax.Array, stack: jax.Array, layer: jax.typing.ArrayLike) ->
         x: [..., K].
         stack: [num_layers, K, N], float32 or bfloat16 for the kernel.
         layer: i32[], which matrix; may be traced.
+        num_rows: i32[], rows of x [T, K] that count, the first ones; may be traced. The kernel computes no others, and
+            gives 0 for them. None: all.
 
     Returns:
-        [..., N] in x's dtype.
+        [..., N] in x's dtype; what is beyond `num_rows` means nothing.
 
     Raises:
         ValueError: stack has not three axes, or not as many lines as x has columns.
@@ -35,6 +39,6 @@ def layer_matmul(x: jax.Array, stack: jax.Array, layer: jax.typing.ArrayLike) ->
         from pallas_kernels import _cpu  # numba is imported where it is used
 
         if _cpu.can_multiply(x, stack):
-            return _cpu.multiply(x, stack, jnp.asarray(layer, jnp.int32))
+            return _cpu.multiply(x, stack, layer, num_rows)
     matrix = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
     return jnp.dot(x, matrix, precision=jax.lax.Precision.HIGHEST)

@@ -81,6 +81,7 @@ def _target(head_dim: int, bits: int) -> str:
 def _kernel(head_dim: int, bits: int) -> Any:
     product, values_product, width = vectors.product(32), vectors.product(bits), bits // 8
     dot, maximum, soften = vectors.dot(head_dim, bits), vectors.line_maximum(KEYS), vectors.line_exp(KEYS)
+    fetch = vectors.prefetch(width * head_dim)
     D = head_dim
 
     if bits == 32:
@@ -103,9 +104,10 @@ def _kernel(head_dim: int, bits: int) -> Any:
             return vectors.float_of_bits(np.int32(np.uint32(x) << np.uint32(16)))
 
     @njit
-    def few_scores(scores, q, num_lines, place, address, stride, count):  # type: ignore[no-untyped-def]
+    def few_scores(scores, q, num_lines, place, address, stride, count, ahead):  # type: ignore[no-untyped-def]
         """scores[:, place : place + count] of keys at `address`, a stride from one another."""
         for key in range(count):
+            fetch(address + key * stride + ahead)
             for m in range(num_lines):
                 scores[m, place + key] = dot(q.ctypes.data + 4 * D * m, address + key * stride)
 
@@ -124,6 +126,10 @@ def _kernel(head_dim: int, bits: int) -> Any:
                 scores[key] = soft_cap * np.tanh(scores[key] / soft_cap)
         scores[:first] = -np.inf
         scores[last:] = -np.inf
+
+    @njit
+    def block_of(pool, table, column, num_blocks, block_bytes):  # type: ignore[no-untyped-def]
+        return pool + min(max(table[min(column, table.size - 1)], 0), num_blocks - 1) * block_bytes
 
     @njit(error_model="numpy")
     def attend_head(  # type: ignore[no-untyped-def]
@@ -144,10 +150,11 @@ def _kernel(head_dim: int, bits: int) -> Any:
             while key < last:
                 offset = key % block_size
                 count = min(block_size - offset, last - key)
-                block = min(max(table[min(key // block_size, table.size - 1)], 0), num_blocks - 1)
-                address = pool + block * block_bytes + offset * line_bytes
+                address = block_of(pool, table, key // block_size, num_blocks, block_bytes) + offset * line_bytes
                 if num_lines <= FEW_LINES:
-                    few_scores(scores, q, num_lines, key - tile, address, line_bytes, count)
+                    there = block_of(pool, table, (key + KEYS) // block_size, num_blocks, block_bytes)
+                    ahead = there + offset * line_bytes - address
+                    few_scores(scores, q, num_lines, key - tile, address, line_bytes, count, ahead)
                 else:
                     transpose(keys, key - tile, address, line_bytes, count)
                 key += count
@@ -174,10 +181,11 @@ def _kernel(head_dim: int, bits: int) -> Any:
             while key < last:
                 offset = key % block_size
                 count = min(block_size - offset, last - key)
-                block = min(max(table[min(key // block_size, table.size - 1)], 0), num_blocks - 1)
+                here = block_of(pool, table, key // block_size, num_blocks, block_bytes)
+                ahead = block_of(pool, table, (key + KEYS) // block_size, num_blocks, block_bytes) - here
                 values_product(
                     num_lines, D, value.ctypes.data, 4 * D, scores.ctypes.data + 4 * (key - tile), 4 * KEYS,
-                    pool + block * block_bytes + values_at + offset * line_bytes, line_bytes, count, 0, 0,
+                    here + values_at + offset * line_bytes, line_bytes, count, ahead, ahead,
                 )  # fmt: skip
                 key += count
 

@@ -254,6 +254,21 @@ def line_exp(size: int) -> Any:
     return exponential
 
 
+def prefetch(num_bytes: int) -> Any:
+    """A numba function of an address, which fetches what lies there into the cache."""
+
+    @intrinsic
+    def fetch(typing_context, address):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            for offset in range(0, num_bytes, CACHE_LINE):
+                _prefetch(builder, builder.add(arguments[0], _I64(offset)))
+            return context.get_dummy_value()
+
+        return types.void(types.int64), generate
+
+    return fetch
+
+
 @intrinsic
 def float_of_bits(typing_context, value):  # type: ignore[no-untyped-def]
     """The float32 that an int32 holds the bits of."""
