@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax import ModelConfig
-from pagedjax.layer_matrices import LayerMatrices
+from pallas_kernels import layer_matmul
 
 Multiply = Callable[[jax.Array, Any], jax.Array]
 
@@ -124,12 +124,11 @@ def scanned(x: jax.Array, stacks: tuple[jax.Array, ...], q_size: int) -> jax.Arr
     return jax.lax.scan(lambda x, matrices: (layer_products(x, matrices, q_size, jnp.dot), None), x, stacks)[0]
 
 
-def branched(x: jax.Array, stacks: tuple[LayerMatrices, ...], q_size: int) -> jax.Array:
+def kernel(x: jax.Array, stacks: tuple[jax.Array, ...], q_size: int) -> jax.Array:
     def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
-        matrices = [stack.of(layer) for stack in stacks]
-        return layer_products(x, matrices, q_size, lambda x, matrix: matrix.multiply(x, None)), None
+        return layer_products(x, stacks, q_size, lambda x, stack: layer_matmul(x, stack, layer)), None
 
-    return jax.lax.scan(body, x, jnp.arange(len(stacks[0].matrices), dtype=jnp.int32))[0]
+    return jax.lax.scan(body, x, jnp.arange(len(stacks[0]), dtype=jnp.int32))[0]
 
 
 def transposed(x: jax.Array, layers: Sequence[Any], q_size: int) -> jax.Array:
@@ -137,13 +136,12 @@ def transposed(x: jax.Array, layers: Sequence[Any], q_size: int) -> jax.Array:
 
 
 def arrangements(weights: Weights) -> dict[str, tuple[Callable[..., jax.Array], Any]]:
-    """Ways to hold all layers' matrices, each with the function of x [T, E] and them; all but the last share memory."""
-    views = tuple(LayerMatrices.views(stack) for stack in weights.stacks)
-    apart = list(zip(*(view.matrices for view in views), strict=True))
+    """Ways to hold all layers' matrices, each with the function of x [T, E] and them."""
+    apart = [tuple(stack[layer] for stack in weights.stacks) for layer in range(len(weights.qkv))]
     turned = [tuple(jnp.asarray(np.ascontiguousarray(np.asarray(m).T)) for m in matrices) for matrices in apart]
     return {
         "[L, K, N], a scan": (scanned, weights.stacks),
-        "L [K, N], a scan that branches": (branched, views),
+        "[L, K, N], layer_matmul": (kernel, weights.stacks),
         "L [K, N], unrolled": (unrolled, apart),
         "L [N, K], unrolled": (transposed, turned),
     }

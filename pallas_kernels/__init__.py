@@ -1,5 +1,5 @@
-"""Attention on a paged KV cache: the pool, its transitions, and attention over it. Imports jax and numpy only; numba once a
-program is traced for a CPU."""
+"""Attention on a paged KV cache: the pool, its transitions, and attention over it. Imports jax and numpy only;
+numba once a program is traced for a CPU."""
 
 from pallas_kernels._attention import paged_attention
 from pallas_kernels._cascade import cascade_attention

@@ -70,7 +70,7 @@ def paged_attention(
         max_query_len: an upper bound on the queries a row has; 1 leaves the prefill part out. None: num_tokens. Rows
             with more queries than it give wrong results.
         return_lse: whether to return the log-sum-exp as well.
-        implementation: "reference" (slow and plain), "xla", "cpu", "tpu", "gpu". None: the best there is for the platform.
+        implementation: "reference" (slow and plain), "xla", "cpu", "tpu", "gpu". None: the best of the platform.
         interpret: for the Pallas implementations: whether to interpret the kernel, or the backend's InterpretParams.
 
     Returns:

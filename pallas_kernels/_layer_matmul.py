@@ -14,9 +14,10 @@ def layer_matmul(
     """x @ stack[layer] inside a loop over layers, on a CPU without taking the matrix out of the stack.
 
     XLA for CPU copies a layer's weights out of a stack before it multiplies, and packs them anew for every product: a
-    step of a few rows is nothing but reading weights, and that more than doubles it. The kernel for CPUs reads them once,
-    where they lie; a row's result is the same bits whatever rows are beside it. Where it can't (other dtypes, N not a
-    multiple of the machine's vector), and elsewhere than on a CPU, it is x @ stack[layer] at full precision.
+    step of a few rows is nothing but reading weights, and that more than doubles it. The kernel for CPUs reads them
+    once, where they lie; a row's result is the same bits whatever rows are beside it. Where it can't (other dtypes, N
+    not a multiple of the machine's vector) or is slower (bfloat16 of more than 16 rows), and elsewhere than on a CPU,
+    it is x @ stack[layer] at full precision.
 
     For inference: it has no gradient.
 

@@ -109,7 +109,7 @@ def test_a_broken_decode_kernel_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda problem, out, lse: attend(problem._replace(scale=problem.scale * 2), out, lse),
     )
     # A pool of a size of its own: what was traced for others is not taken, nor this for them.
-    llm = LLM(nnx.merge(GRAPHDEF, PARAMS), num_blocks=41, **SIZES)
+    llm = LLM(nnx.merge(GRAPHDEF, PARAMS), num_blocks=41, attention="xla", **SIZES)
     parity = check_parity(llm, PARAMS, TEXTS[2:])
     assert np.abs(parity.differences[:16]).max() < 1e-5
     assert np.abs(parity.differences[16:]).max() > 1e-3

@@ -11,6 +11,7 @@ T query tokens, S rows, H KV heads, G query heads a KV head, D head_dim, M lines
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ LEAST_WORK = 4096  # keys times queries, of all heads, below which threads cost 
 NO_WINDOW = 2**30
 BITS = {"float32": 32, "bfloat16": 16}
 
-_ZERO, _ONE = np.float32(0), np.float32(1)
+_ZERO, _ONE, _NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
 def why_not(q: jax.Array, kv_pages: KVPages) -> str | None:
@@ -81,69 +82,70 @@ def _target(head_dim: int, bits: int) -> str:
 def _kernel(head_dim: int, bits: int) -> Any:
     product, values_product, width = vectors.product(32), vectors.product(bits), bits // 8
     dot, maximum, soften = vectors.dot(head_dim, bits), vectors.line_maximum(KEYS), vectors.line_exp(KEYS)
-    fetch = vectors.prefetch(width * head_dim)
-    D = head_dim
+    fetch, floats = vectors.prefetch(width * head_dim), call_frame.floats
+    D, LINE, SCORES = head_dim, 4 * head_dim, 4 * KEYS
 
     if bits == 32:
 
-        @njit(inline="always")
-        def read(address):  # type: ignore[no-untyped-def]
-            return call_frame.floats(address, D)
-
-        @njit(inline="always")
-        def widened(x):  # type: ignore[no-untyped-def]
-            return x
+        @njit
+        def read(address, d):  # type: ignore[no-untyped-def]
+            return floats(address, D)[d]
     else:
 
-        @njit(inline="always")
-        def read(address):  # type: ignore[no-untyped-def]
-            return call_frame.halves(address, D)
-
-        @njit(inline="always")
-        def widened(x):  # type: ignore[no-untyped-def]
-            return vectors.float_of_bits(np.int32(np.uint32(x) << np.uint32(16)))
-
-    @njit
-    def few_scores(scores, q, num_lines, place, address, stride, count, ahead):  # type: ignore[no-untyped-def]
-        """scores[:, place : place + count] of keys at `address`, a stride from one another."""
-        for key in range(count):
-            fetch(address + key * stride + ahead)
-            for m in range(num_lines):
-                scores[m, place + key] = dot(q.ctypes.data + 4 * D * m, address + key * stride)
-
-    @njit
-    def transpose(keys, place, address, stride, count):  # type: ignore[no-untyped-def]
-        for key in range(count):
-            k = read(address + key * stride)
-            for d in range(D):
-                keys[d, place + key] = widened(k[d])
-
-    @njit
-    def hide(scores, first, last, soft_cap):  # type: ignore[no-untyped-def]
-        """Caps a line of scores, and hides the keys that are not among first .. last - 1."""
-        if soft_cap > 0:
-            for key in range(first, last):
-                scores[key] = soft_cap * np.tanh(scores[key] / soft_cap)
-        scores[:first] = -np.inf
-        scores[last:] = -np.inf
+        @njit
+        def read(address, d):  # type: ignore[no-untyped-def]
+            half = call_frame.halves(address, D)[d]
+            return vectors.float_of_bits(np.int32(np.uint32(half) << np.uint32(16)))
 
     @njit
     def block_of(pool, table, column, num_blocks, block_bytes):  # type: ignore[no-untyped-def]
         return pool + min(max(table[min(column, table.size - 1)], 0), num_blocks - 1) * block_bytes
 
+    @njit
+    def few_scores(scores, q, num_lines, address, stride, count, ahead):  # type: ignore[no-untyped-def]
+        """A column of scores [M, KEYS] for each of `count` keys at `address`, a stride from one another."""
+        for key in range(count):
+            fetch(address + key * stride + ahead)
+            for m in range(num_lines):
+                floats(scores + SCORES * m, KEYS)[key] = dot(q + LINE * m, address + key * stride)
+
+    @njit
+    def transpose(keys, address, stride, count):  # type: ignore[no-untyped-def]
+        """The same keys as columns of keys [D, KEYS]."""
+        for key in range(count):
+            for d in range(D):
+                floats(keys + SCORES * d, KEYS)[key] = read(address + key * stride, d)
+
+    @njit
+    def fill(address, count, value):  # type: ignore[no-untyped-def]
+        line = floats(address, count)
+        for i in range(count):
+            line[i] = value
+
+    @njit(error_model="numpy")
+    def hide(scores, first, last, soft_cap):  # type: ignore[no-untyped-def]
+        """Caps a line of scores, and hides the keys that are not among first .. last - 1."""
+        line = floats(scores, KEYS)
+        if soft_cap > 0:
+            for key in range(first, last):
+                line[key] = soft_cap * math.tanh(line[key] / soft_cap)
+        for key in range(first):
+            line[key] = _NOTHING
+        for key in range(last, KEYS):
+            line[key] = _NOTHING
+
     @njit(error_model="numpy")
     def attend_head(  # type: ignore[no-untyped-def]
         q, value, largest, total, scores, keys, num_lines, group,
-        pool, strides, table, num_blocks, block_size, position, seq_len, causal, window, soft_cap,
+        pool, line_bytes, values_at, block_bytes, table, num_blocks, block_size,
+        position, seq_len, causal, window, soft_cap,
     ):  # fmt: skip
         """Lines q [M, D], token after token, the first at `position`: sets value [M, D], largest [M], total [M]."""
-        line_bytes, values_at, block_bytes = strides
-        num_queries = num_lines // group
-        end = min(seq_len, position + num_queries) if causal else seq_len
+        end = min(seq_len, position + num_lines // group) if causal else seq_len
         start = max(0, position - window + 1)
         for m in range(num_lines):
-            largest[m], total[m] = -np.inf, 0
-            value[m, :] = 0
+            largest[m], total[m] = _NOTHING, 0
+        fill(value, num_lines * D, 0)
         for tile in range(start // KEYS * KEYS, end, KEYS):
             first, last = max(tile, start), min(tile + KEYS, end)
             key = first
@@ -152,31 +154,26 @@ def _kernel(head_dim: int, bits: int) -> Any:
                 count = min(block_size - offset, last - key)
                 address = block_of(pool, table, key // block_size, num_blocks, block_bytes) + offset * line_bytes
                 if num_lines <= FEW_LINES:
-                    there = block_of(pool, table, (key + KEYS) // block_size, num_blocks, block_bytes)
-                    ahead = there + offset * line_bytes - address
-                    few_scores(scores, q, num_lines, key - tile, address, line_bytes, count, ahead)
+                    ahead = block_of(pool, table, (key + KEYS) // block_size, num_blocks, block_bytes) - address
+                    few_scores(scores + 4 * (key - tile), q, num_lines, address, line_bytes, count, ahead)
                 else:
-                    transpose(keys, key - tile, address, line_bytes, count)
+                    transpose(keys + 4 * (key - tile), address, line_bytes, count)
                 key += count
             if num_lines > FEW_LINES:
-                scores[:num_lines, :] = 0
-                product(
-                    num_lines, KEYS, scores.ctypes.data, 4 * KEYS, q.ctypes.data, 4 * D,
-                    keys.ctypes.data, 4 * KEYS, D, 0, 0,
-                )  # fmt: skip
+                fill(scores, num_lines * KEYS, 0)
+                product(num_lines, KEYS, scores, SCORES, q, LINE, keys, SCORES, D, 0, 0)
             for m in range(num_lines):
-                at = position + m // group
-                visible_from = max(first, at - window + 1) - tile
-                visible_to = (min(last, at + 1) if causal else last) - tile
-                hide(scores[m], min(max(visible_from, 0), KEYS), max(visible_to, 0), soft_cap)
-                line = scores.ctypes.data + 4 * KEYS * m
+                at, line = position + m // group, scores + SCORES * m
+                visible_from, visible_to = max(first, at - window + 1), min(last, at + 1) if causal else last
+                hide(line, min(max(visible_from - tile, 0), KEYS), max(visible_to - tile, 0), soft_cap)
                 new = max(largest[m], maximum(line))
-                offset = new if new > -np.inf else _ZERO
-                decay = np.exp(largest[m] - offset)
+                offset = new if new > _NOTHING else _ZERO
+                decay = math.exp(largest[m] - offset)
                 largest[m], total[m] = new, total[m] * decay + soften(line, offset)
                 if decay != 1:
+                    values = floats(value + LINE * m, D)
                     for d in range(D):
-                        value[m, d] *= decay
+                        values[d] *= decay
             key = first
             while key < last:
                 offset = key % block_size
@@ -184,7 +181,7 @@ def _kernel(head_dim: int, bits: int) -> Any:
                 here = block_of(pool, table, key // block_size, num_blocks, block_bytes)
                 ahead = block_of(pool, table, (key + KEYS) // block_size, num_blocks, block_bytes) - here
                 values_product(
-                    num_lines, D, value.ctypes.data, 4 * D, scores.ctypes.data + 4 * (key - tile), 4 * KEYS,
+                    num_lines, D, value, LINE, scores + 4 * (key - tile), SCORES,
                     here + values_at + offset * line_bytes, line_bytes, count, ahead, ahead,
                 )  # fmt: skip
                 key += count
@@ -193,17 +190,18 @@ def _kernel(head_dim: int, bits: int) -> Any:
     def finish(out, value, largest, total, sink, has_sink):  # type: ignore[no-untyped-def]
         """Writes a line of out; its log-sum-exp."""
         if total == 0:  # no key was visible
-            out[:] = 0
-            return np.float32(-np.inf)
-        rescale = _ONE
+            fill(out, D, 0)
+            return _NOTHING
+        rescale: Any = _ONE
         if has_sink:  # far above the scores it would overflow: from whichever is larger
             offset = max(largest, sink)
-            rescale = np.exp(largest - offset)
-            total, largest = total * rescale + np.exp(sink - offset), offset
+            rescale = math.exp(largest - offset)
+            total, largest = total * rescale + math.exp(sink - offset), offset
         rescale /= total
+        line, values = floats(out, D), floats(value, D)
         for d in range(D):
-            out[d] = value[d] * rescale
-        return largest + np.log(total)
+            line[d] = values[d] * rescale
+        return largest + math.log(total)
 
     @njit(error_model="numpy")
     def kernel(frame, item, num_items):  # type: ignore[no-untyped-def]
@@ -211,63 +209,66 @@ def _kernel(head_dim: int, bits: int) -> Any:
         pool, pool_shape = call_frame.argument(frame, 1)
         tables_at, tables_shape = call_frame.argument(frame, 2)
         num_tokens, num_heads, num_rows, num_blocks = q_shape[0], q_shape[1], tables_shape[0], pool_shape[1]
-        tables = call_frame.integers(tables_at, (num_rows, tables_shape[1]))
         seq_lens = call_frame.integers(call_frame.argument(frame, 3)[0], num_rows)
         starts = call_frame.integers(call_frame.argument(frame, 4)[0], num_rows + 1)
         layer, window, causal, has_sinks = call_frame.integers(call_frame.argument(frame, 5)[0], 4)
-        scale, soft_cap = call_frame.floats(call_frame.argument(frame, 6)[0], 2)
-        sinks = call_frame.floats(call_frame.argument(frame, 7)[0], num_heads)
-        queries = call_frame.floats(q_at, (num_tokens, num_heads, D))
-        out = call_frame.floats(call_frame.result(frame, 0)[0], (num_tokens, num_heads, D))
-        lse = call_frame.floats(call_frame.result(frame, 1)[0], (num_tokens, num_heads))
+        scale, soft_cap = floats(call_frame.argument(frame, 6)[0], 2)
+        sinks = floats(call_frame.argument(frame, 7)[0], num_heads)
+        out, lse = call_frame.result(frame, 0)[0], floats(call_frame.result(frame, 1)[0], num_tokens * num_heads)
         if call_frame.argument_rank(frame, 1) == 5:  # K and V of a token on one line
-            num_kv_heads, block_size, line = pool_shape[2], pool_shape[3], pool_shape[4]
-            values_at, parts = D, 1
+            num_kv_heads, block_size, line, parts = pool_shape[2], pool_shape[3], pool_shape[4], 1
+            values_at = width * D
         else:
-            num_kv_heads, block_size, line = pool_shape[3], pool_shape[4], pool_shape[5]
-            values_at, parts = num_kv_heads * block_size * line, 2
-        head_bytes = width * block_size * line
-        block_bytes = parts * num_kv_heads * head_bytes
-        strides = (width * line, width * values_at, block_bytes)
+            num_kv_heads, block_size, line, parts = pool_shape[3], pool_shape[4], pool_shape[5], 2
+            values_at = width * num_kv_heads * block_size * line
+        line_bytes = width * line
+        block_bytes = parts * num_kv_heads * block_size * line_bytes
         pool += min(max(layer, 0), pool_shape[0] - 1) * num_blocks * block_bytes
         group = num_heads // num_kv_heads
         queries_per_unit = max(1, LINES // group)
         most_lines = min(queries_per_unit, num_tokens) * group
-        lines, value = np.empty((most_lines, D), np.float32), np.empty((most_lines, D), np.float32)
-        scores, keys = np.empty((most_lines, KEYS), np.float32), np.zeros((D, KEYS), np.float32)
-        largest, total = np.empty(most_lines, np.float32), np.empty(most_lines, np.float32)
+        lines = call_frame.malloc((2 * LINE + SCORES + 8) * most_lines + SCORES * D)
+        value = lines + LINE * most_lines
+        scores = value + LINE * most_lines
+        keys = scores + SCORES * most_lines
+        largest, total = floats(keys + SCORES * D, most_lines), floats(keys + SCORES * D + 4 * most_lines, most_lines)
+        fill(keys, D * KEYS, 0)
 
         all_work, work = _work(seq_lens, starts, num_tokens), 0
         for row in range(num_rows):
-            first_token, end_token = starts[row], min(starts[row + 1], num_tokens)
-            for token in range(first_token, end_token, queries_per_unit):
+            end_token = min(starts[row + 1], num_tokens)
+            for token in range(starts[row], end_token, queries_per_unit):
                 count = min(queries_per_unit, end_token - token)
                 here = count * max(seq_lens[row], 1)
                 mine = (2 * work + here) * num_items // (2 * all_work) == item
                 work += here
                 if not mine:
                     continue
-                position = seq_lens[row] - (starts[row + 1] - token)
+                table = call_frame.integers(tables_at + 4 * row * tables_shape[1], tables_shape[1])
                 for head in range(num_kv_heads):
-                    for i in range(count):
-                        for g in range(group):
-                            for d in range(D):
-                                lines[i * group + g, d] = queries[token + i, head * group + g, d] * scale
+                    for m in range(count * group):
+                        place = ((token + m // group) * num_heads + head * group + m % group) * LINE
+                        q, scaled = floats(q_at + place, D), floats(lines + LINE * m, D)
+                        for d in range(D):
+                            scaled[d] = q[d] * scale
                     attend_head(
                         lines, value, largest, total, scores, keys, count * group, group,
-                        pool + head * head_bytes, strides, tables[row], num_blocks, block_size,
-                        position, seq_lens[row], causal, window, soft_cap,
+                        pool + head * block_size * line_bytes, line_bytes, values_at, block_bytes,
+                        table, num_blocks, block_size,
+                        seq_lens[row] - (starts[row + 1] - token), seq_lens[row], causal, window, soft_cap,
                     )  # fmt: skip
-                    for i in range(count):
-                        for g in range(group):
-                            m, h = i * group + g, head * group + g
-                            lse[token + i, h] = finish(
-                                out[token + i, h], value[m], largest[m], total[m], sinks[h], has_sinks
-                            )
+                    for m in range(count * group):
+                        h = head * group + m % group
+                        place = (token + m // group) * num_heads + h
+                        lse[place] = finish(
+                            out + LINE * place, value + LINE * m, largest[m], total[m], sinks[h], has_sinks
+                        )
+        call_frame.free(lines)
         if item == 0:
-            for token in range(min(starts[num_rows], num_tokens), num_tokens):
-                out[token, :, :] = 0
-                lse[token, :] = -np.inf
+            padding = min(starts[num_rows], num_tokens) * num_heads
+            fill(out + LINE * padding, (num_tokens * num_heads - padding) * D, 0)
+            for place in range(padding, num_tokens * num_heads):
+                lse[place] = _NOTHING
 
     return kernel
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 import llvmlite.binding
-import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, extending, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+intrinsic: Any = extending.intrinsic  # its own type knows neither arguments nor result
 
 WORD = ir.IntType(64)
 
@@ -33,7 +33,7 @@ FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGS, FRAME_RESULTS = 1, 2, 3, 
 BUFFER_DATA, BUFFER_RANK, BUFFER_DIMS = 3, 4, 5
 EXTENSION_TYPE, EXTENSION_METADATA = 1, 3  # the type is the lower half of its word
 METADATA_VERSION, METADATA_TRAITS = 3, 4
-API_SCHEDULE, API_NUM_THREADS = 17, 18
+API_DESTROY_ERROR, API_SCHEDULE, API_NUM_THREADS = 8, 17, 18
 METADATA_REQUEST = 1  # a value of the extension's type
 API_VERSION = 3 << 32  # minor in the upper half, major 0: what the oldest supported jaxlib has
 
@@ -94,8 +94,9 @@ def _address_of(symbol: str) -> Any:
     return address
 
 
-_malloc = types.ExternalFunction("malloc", types.int64(types.int64))
-_free = types.ExternalFunction("free", types.void(types.int64))
+# C's own: numba gives an array back after its last use by name, and does not see the uses of its address.
+malloc: Any = types.ExternalFunction("malloc", types.int64(types.int64))
+free: Any = types.ExternalFunction("free", types.void(types.int64))
 
 
 @njit
@@ -151,12 +152,28 @@ def _answers_metadata(frame: int) -> bool:
 
 
 @njit
+def _ask(frame: int, function: int, x: int, y: int) -> bool:
+    """Calls a function of XLA's interface with the frame's context and two more words; whether it went well."""
+    request = malloc(8 * 5)
+    w, api = words(request), words(words(frame)[FRAME_API])
+    w[0], w[1], w[2], w[3], w[4] = 40, 0, words(frame)[FRAME_CONTEXT], x, y
+    error = _call(api[function], request)
+    if error != 0:
+        w[0], w[1], w[2] = 24, 0, error
+        _call(api[API_DESTROY_ERROR], request)
+    free(request)
+    return error == 0
+
+
+@njit
 def _num_threads(frame: int) -> int:
     """Of XLA's pool; 1 where it has none."""
-    found, request = np.ones(1, np.int64), np.empty(4, np.int64)
-    request[0], request[1], request[2], request[3] = 32, 0, words(frame)[FRAME_CONTEXT], found.ctypes.data
-    error = _call(words(words(frame)[FRAME_API])[API_NUM_THREADS], request.ctypes.data)
-    return found[0] if error == 0 else 1
+    found = malloc(8)
+    words(found)[0] = 1
+    _ask(frame, API_NUM_THREADS, found, 0)
+    count = words(found)[0]
+    free(found)
+    return count
 
 
 # Templates: `link` gives a copy of each the functions it calls.
@@ -180,7 +197,7 @@ def _work(shared: int) -> int:
         _run_item(state[_FRAME], item, state[_COUNT])
         _fetch_add(shared + 8 * _NUM_DONE, 1)
     if _fetch_add(shared + 8 * _NUM_HOLDERS, -1) == 1:
-        _free(shared)
+        free(shared)
     return 0
 
 
@@ -193,21 +210,18 @@ def _handle(frame: int) -> int:
         _run_item(frame, 0, 1)
         return 0
     num_helpers = min(threads, count) - 1
-    shared = _malloc(8 * _SHARED_WORDS)
+    shared = malloc(8 * _SHARED_WORDS)
     state = words(shared)
     state[_NEXT_ITEM], state[_COUNT], state[_NUM_DONE], state[_FRAME] = 0, count, 0, frame
     state[_NUM_HOLDERS] = num_helpers + 2  # they, `_work_on` called here, and this function
-    request, api = np.empty(5, np.int64), words(words(frame)[FRAME_API])
     for _ in range(num_helpers):
-        request[0], request[1], request[2] = 40, 0, words(frame)[FRAME_CONTEXT]
-        request[3], request[4] = _work_address(), shared
-        if _call(api[API_SCHEDULE], request.ctypes.data) != 0:  # no pool: the caller does it all
+        if not _ask(frame, API_SCHEDULE, _work_address(), shared):  # no pool: the caller does it all
             _fetch_add(shared + 8 * _NUM_HOLDERS, -1)
     _work_on(shared)
     while _fetch_add(shared + 8 * _NUM_DONE, 0) < count:
         pass
     if _fetch_add(shared + 8 * _NUM_HOLDERS, -1) == 1:
-        _free(shared)
+        free(shared)
     return 0
 
 

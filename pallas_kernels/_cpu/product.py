@@ -9,6 +9,7 @@ Dimensions: T rows of x, L layers, K and N a matrix's input and output size.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,12 +19,15 @@ from numba import njit
 from pallas_kernels._cpu import call_frame, vectors
 
 PANEL = 64
+MOST_BFLOAT16_ROWS = 16  # with more, XLA's own product of bfloat16 is the faster one, by the chip's instructions for it
 BITS = {"float32": 32, "bfloat16": 16}
 
 
 def can_multiply(x: jax.Array, stack: jax.Array) -> bool:
-    """Whether x and the matrices of a stack [L, K, N] are of a dtype and width that `multiply` takes."""
-    return x.dtype.name in BITS and stack.dtype.name in BITS and stack.shape[-1] % vectors.LANES == 0
+    """Whether `multiply` takes this x and stack [L, K, N], and is fast at it."""
+    if x.dtype.name not in BITS or stack.dtype.name not in BITS or stack.shape[-1] % vectors.LANES:
+        return False
+    return stack.dtype.name == "float32" or math.prod(x.shape[:-1]) <= MOST_BFLOAT16_ROWS
 
 
 def multiply(
@@ -84,5 +88,3 @@ def _kernel(bits: int) -> Any:
 def _num_items(frame, num_threads):  # type: ignore[no-untyped-def]
     _, stack_shape = call_frame.argument(frame, 1)
     return max(1, min(num_threads, -(-stack_shape[2] // vectors.TILE_COLUMNS)))
-
-

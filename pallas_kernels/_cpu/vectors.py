@@ -1,7 +1,7 @@
 """Loops over vectors whose sums stay in registers, which numba's own loops can't express: LLVM instructions, emitted.
 
-Every multiply-add and the order of every sum is spelled out, and nothing is left to the compiler's discretion: which copy
-of a function runs, inlined or not, fresh or from the cache, changes no bit.
+Every multiply-add and the order of every sum is spelled out, and nothing is left to the compiler's discretion: which
+copy of a function runs, inlined or not, fresh or from the cache, changes no bit.
 
 A vector has as many float32 as a register of this machine. A tile is ROWS by VECTORS of them: as many sums as the
 registers hold beside a line of the matrix and one broadcast number. Addresses and strides are in bytes.
@@ -17,9 +17,9 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pallas_kernels._cpu import call_frame
+from pallas_kernels._cpu.call_frame import intrinsic
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 CACHE_LINE = 64  # bytes
@@ -84,7 +84,11 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
             for phi, first, later in (
                 (term, _I64(0), following),
                 (line_of_w, w, builder.add(line_of_w, w_stride)),
-                *((s, a, b) for ss, aa, bb in zip(sums, start, new, strict=True) for s, a, b in zip(ss, aa, bb, strict=True)),
+                *(
+                    (s, a, b)
+                    for ss, aa, bb in zip(sums, start, new, strict=True)
+                    for s, a, b in zip(ss, aa, bb, strict=True)
+                ),
             ):
                 phi.add_incoming(first, before)
                 phi.add_incoming(later, loop)
