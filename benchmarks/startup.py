@@ -5,7 +5,8 @@ Run it from the root of the repository:
     JAX_PLATFORMS=cpu python benchmarks/startup.py --model smollm2-135m-instruct --dtype float32
 
 Every start is a process of its own. The `cold` one finds no compiled programs (a temporary folder in place of the
-user's, given by PAGEDJAX_CACHE), the `warm` one what the cold one has left there (`pagedjax.compile_cache`).
+user's, given by PAGEDJAX_CACHE, and of numba's), the `warm` one what the cold one has left there
+(`pagedjax.compile_cache`).
 
 Seconds, one part after another: `import` from the start of the interpreter until the package is there; `load` is
 LLM.load, weights, tokenizer and pool; `first_token` a prompt of a few tokens, with the programs that it needs;
@@ -32,10 +33,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-CACHE_DIR, JAX_CACHE_DIR = "PAGEDJAX_CACHE", "JAX_COMPILATION_CACHE_DIR"
+CACHE_DIR, JAX_CACHE_DIR, NUMBA_CACHE_DIR = "PAGEDJAX_CACHE", "JAX_COMPILATION_CACHE_DIR", "NUMBA_CACHE_DIR"
 PARTS = ("import", "load", "first_token", "compile")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-TINY_VOCAB, TINY_SIZE, TINY_HEAD_DIM = 16, 16, 2  # with these a layer's matrices begin where the engine wants them
+TINY_VOCAB, TINY_SIZE, TINY_HEAD_DIM = 16, 16, 16  # a vector each, so that the same kernels are compiled
 MIB = 2**20
 
 
@@ -122,7 +123,8 @@ def spawn(task: dict[str, Any], cache: pathlib.Path) -> dict[str, Any]:
     task = task | {"spawned": time.perf_counter()}  # the clock is the same in all processes
     done = subprocess.run(
         [sys.executable, __file__, "--task", json.dumps(task)],
-        env={name: value for name, value in os.environ.items() if name != JAX_CACHE_DIR} | {CACHE_DIR: str(cache)},
+        env={name: value for name, value in os.environ.items() if name != JAX_CACHE_DIR}
+        | {CACHE_DIR: str(cache), NUMBA_CACHE_DIR: str(cache / "numba")},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -15,7 +15,7 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 
 from pallas_kernels._cpu import call_frame
@@ -26,12 +26,18 @@ CACHE_LINE = 64  # bytes
 
 
 def _registers() -> tuple[int, int, int]:
-    """float32 of a vector, and rows and vectors of a tile."""
-    if llvmlite.binding.get_host_cpu_features().get("avx512f"):
+    """float32 of a vector, and rows and vectors of a tile, on what numba compiles for."""
+    if _has_avx512():
         return 16, 6, 4  # 32 registers
     if platform.machine() in ("x86_64", "AMD64"):
         return 8, 4, 3  # 16 registers
     return 4, 6, 4  # 32 registers of 128 bits
+
+
+def _has_avx512() -> bool:
+    if config.CPU_FEATURES is not None:  # NUMBA_CPU_FEATURES
+        return "+avx512f" in config.CPU_FEATURES
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 
 
 LANES, ROWS, VECTORS = _registers()
