@@ -41,6 +41,8 @@ def test_places_rows_one_after_another(counts: list[int]) -> None:
         np.testing.assert_array_equal(getattr(batch, name), want, err_msg=name)
     np.testing.assert_array_equal(batch.query_start_loc, np.cumsum([0, *counts]))
     np.testing.assert_array_equal(batch.seq_lens, table.seq_lens)
+    assert batch.num_tokens == sum(counts)
+    assert batch.by_token().num_tokens == sum(counts)
 
 
 def test_one_place_is_a_decode_step() -> None:

@@ -22,7 +22,8 @@ OWN_LENS = [13, 0, 20, 7, 0, 9]
 QUERY_LENS = [1, 0, 5, 7, 1, 0]
 NUM_TOKENS = 16  # two past the last row
 
-both = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each = pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
+fast = pytest.mark.parametrize("implementation", ["xla", "cpu"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Cascade:
         }
         return tuple((fields | changes).values())
 
-    def run(self, implementation: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, implementation: str | None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         out, lse = attend(self.arguments(), implementation=implementation, **options)
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
@@ -96,7 +97,7 @@ def make(
     return Cascade(paged, shared_len, own_lens, query_lens)
 
 
-def check(problem: Cascade, implementation: str, **options: Any) -> None:
+def check(problem: Cascade, implementation: str | None, **options: Any) -> None:
     tolerance = oracle.TOLERANCE[problem.paged.kv_pages.dtype.name]
     expected_out, expected_lse = problem.expected(**{k: v for k, v in options.items() if k != "max_query_len"})
     if options.get("sliding_window") is not None:
@@ -110,7 +111,7 @@ def check(problem: Cascade, implementation: str, **options: Any) -> None:
 OPTIONS = {"sinks": SINKS, "soft_cap": 2.0, "scale": 0.4}
 
 
-@both
+@each
 @pytest.mark.parametrize("shared_len", [0, 1, 8, 21, 40, 48])
 def test_equals_attention_over_whole_sequences(implementation: str, shared_len: int) -> None:
     check(make(shared_len, shared_len), implementation, **OPTIONS)
@@ -123,7 +124,7 @@ def test_every_key_without_options(shared_len: int) -> None:
     check(problem, "reference", causal=False)
 
 
-@both
+@each
 @pytest.mark.parametrize("shared_len", [0, 24])
 def test_windows_that_end_in_the_prefix_before_it_and_nowhere(implementation: str, shared_len: int) -> None:
     problem = make(2, shared_len)
@@ -131,40 +132,50 @@ def test_windows_that_end_in_the_prefix_before_it_and_nowhere(implementation: st
         check(problem, implementation, sliding_window=window, sinks=SINKS)
 
 
+@fast
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 24))])
-def test_random_problems(seed: int) -> None:
+def test_random_problems(implementation: str, seed: int) -> None:
     """Other lengths, queries, prefixes and windows in one program."""
     rng = np.random.default_rng(seed)
     own_lens = rng.integers(0, 34, 6)
     query_lens = np.where(rng.random(6) < 0.3, 0, np.minimum(rng.integers(1, 4, 6), own_lens + 1))
     problem = make(seed, int(rng.integers(0, 6)) * BLOCK_SIZE, own_lens.tolist(), query_lens.tolist())
-    check(problem, "xla", sliding_window=int(rng.integers(1, 60)), sinks=SINKS)
+    check(problem, implementation, sliding_window=int(rng.integers(1, 60)), sinks=SINKS)
 
 
-def test_dtypes_and_decode_alone() -> None:
-    check(make(3, 21, [13, 5, 30], [1, 1, 1], num_tokens=3, dtype="bfloat16"), "xla", max_query_len=1)
+@fast
+def test_bfloat16_and_decode_alone(implementation: str) -> None:
+    check(make(3, 21, [13, 5, 30], [1, 1, 1], num_tokens=3, dtype="bfloat16"), implementation, max_query_len=1)
+
+
+def test_float64() -> None:
     with jax.enable_x64(True):
         check(make(3, 21, dtype="float64"), "reference")
+        check(make(3, 21, dtype="float64"), None)
+        with pytest.raises(NotImplementedError, match="float64"):
+            make(3, 21, dtype="float64").run("cpu")
 
 
-def test_equals_the_flat_call() -> None:
+@fast
+def test_equals_the_flat_call(implementation: str) -> None:
     problem = make(4, 24)
-    options = OPTIONS | {"implementation": "xla"}
+    options = OPTIONS | {"implementation": implementation}
     for got, want in zip(attend(problem.arguments(), **options), problem.flat(**options), strict=True):
         np.testing.assert_allclose(got, want, rtol=3e-6, atol=3e-6)
 
 
-def test_a_row_does_not_depend_on_what_its_mates_hold() -> None:
+@fast
+def test_a_row_does_not_depend_on_what_its_mates_hold(implementation: str) -> None:
     """NaN in the other rows' queries and keys, and bit by bit the same result in this one."""
     problem = make(5, 24)
-    out, lse = problem.run("xla", **OPTIONS)
+    out, lse = problem.run(implementation, **OPTIONS)
     mine = slice(1, 6)  # row 2's queries
     q = np.full_like(problem.paged.q, np.nan)
     q[mine] = problem.paged.q[mine]
     tables = problem.paged.block_tables[1:].copy()
     tables[[0, 1, 3, 4, 5]] = 0  # the null block, full of NaN
     wrong_mates = problem.arguments(q=jnp.asarray(q, jnp.float32), block_tables=jnp.asarray(tables))
-    got_out, got_lse = attend(wrong_mates, implementation="xla", **OPTIONS)
+    got_out, got_lse = attend(wrong_mates, implementation=implementation, **OPTIONS)
     np.testing.assert_array_equal(got_out[mine], out[mine])
     np.testing.assert_array_equal(got_lse[mine], lse[mine])
 
@@ -188,11 +199,12 @@ def test_every_wrong_input_shows() -> None:
     assert not np.abs(out - expected).max() < 2e-3
 
 
-def test_a_query_before_the_prefixs_last_token_is_nan() -> None:
+@fast
+def test_a_query_before_the_prefixs_last_token_is_nan(implementation: str) -> None:
     """The prefix is read without a mask: such a query would see keys after its own position."""
     problem = make(8, 24)
     seq_lens = jnp.asarray([13, 0, 2, 7, 0, 9], jnp.int32)  # row 2 has five queries
-    out, lse = attend(problem.arguments(seq_lens=seq_lens), implementation="xla", **OPTIONS)
+    out, lse = attend(problem.arguments(seq_lens=seq_lens), implementation=implementation, **OPTIONS)
     before = np.isin(np.arange(NUM_TOKENS), [1, 2])
     np.testing.assert_array_equal(np.isnan(out).all((1, 2)), before)
     np.testing.assert_array_equal(np.isnan(lse).all(1), before)
@@ -224,9 +236,10 @@ def test_what_is_refused() -> None:
             call(**options)
 
 
-def test_a_window_over_part_of_a_block_is_nan_where_the_length_is_traced() -> None:
+@fast
+def test_a_window_over_part_of_a_block_is_nan_where_the_length_is_traced(implementation: str) -> None:
     problem = make(2, 21)
-    options = {"sinks": SINKS, "implementation": "xla"}
+    options = {"sinks": SINKS, "implementation": implementation}
     out, lse = attend(problem.arguments(), sliding_window=jnp.int32(9), **options)
     assert np.isnan(out).all()
     assert np.isnan(lse).all()

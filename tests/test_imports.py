@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -83,10 +84,27 @@ def dotted(module: str) -> str:
 
 
 def test_the_kernels_stand_alone() -> None:
-    top = {name.split(".")[0] for path in files("pallas_kernels") for name in imports(path)}
-    allowed = {"jax", "numpy", "pallas_kernels", "__future__"}
-    standard = set(sys.stdlib_module_names)
-    assert top <= allowed | standard, top - allowed - standard
+    allowed = {"jax", "numpy", "pallas_kernels", "__future__"} | set(sys.stdlib_module_names)
+    for path in files("pallas_kernels"):
+        compilers = {"numba", "llvmlite"} if path.parent.name == "_cpu" else set()
+        others = {name.split(".")[0] for name in imports(path)} - allowed - compilers
+        assert not others, f"{path} imports {others}"
+
+
+def test_numba_is_imported_once_a_program_is_traced_for_a_cpu() -> None:
+    program = """
+import sys
+import jax.numpy as jnp
+import pagedjax, pallas_kernels
+pagedjax.LLM, pallas_kernels.layer_matmul
+compilers = {"numba", "llvmlite"}
+found = compilers & set(sys.modules)
+assert not found, found
+pallas_kernels.layer_matmul(jnp.ones((2, 3)), jnp.ones((1, 3, 16)), 0)
+assert compilers <= set(sys.modules)
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=ROOT, env=environment, check=True)
 
 
 @pytest.mark.parametrize("chain", [DEVICE_SIDE, STATE_SIDE, HOST_SIDE])

@@ -92,12 +92,13 @@ def test_a_quantised_pool_gives_back_what_a_plain_one_does(dtype: str) -> None:
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_attention_reads_no_padding(implementation: Any) -> None:
-    problem = padded_pool.padded(oracle.make(0, **LENGTHS, **SIZES, head_dim=96))
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_attention_reads_no_padding(implementation: Any, head_dim: int) -> None:
+    problem = padded_pool.padded(oracle.make(0, **LENGTHS, **SIZES, head_dim=head_dim))
     pages = problem.kv_pages
     problem = dataclasses.replace(
-        problem, kv_pages=dataclasses.replace(pages, pool=pages.pool.at[..., 2 * 96 :].set(jnp.nan))
+        problem, kv_pages=dataclasses.replace(pages, pool=pages.pool.at[..., 2 * head_dim :].set(jnp.nan))
     )
     oracle.assert_close(problem, implementation)
 

@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import oracle
 import pytest
+import quantised_pool
 
 from pallas_kernels import paged_attention
 
@@ -68,9 +70,47 @@ def test_a_traced_soft_cap_is_refused(small: tuple) -> None:
 
 @pytest.mark.parametrize(
     ("implementation", "dtype", "message"),
-    [("tpu", "float16", "'tpu': .*float16.*use \"xla\""), ("gpu", "float32", "'gpu': .*float32.*use \"xla\"")],
+    [
+        ("cpu", "float16", "'cpu': .*float16.*use \"xla\""),
+        ("tpu", "float16", "'tpu': .*float16.*use \"xla\""),
+        ("gpu", "float32", "'gpu': .*float32.*use \"xla\""),
+    ],
 )
 def test_what_a_kernel_cannot_do_is_named(implementation: str, dtype: str, message: str) -> None:
     arguments = oracle.make(0, [5, 3], [1, 3], dtype=dtype).arguments()
     with pytest.raises(NotImplementedError, match=message):
         paged_attention(*arguments, layer=0, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "message"),
+    [
+        ("float16", 64, "q in float16 over a pool in float16"),
+        ("float64", 64, "q in float64 over a pool in float64"),
+        ("int8", 64, "q in float32 over a pool in int8"),
+        ("float8_e4m3fn", 64, "q in float32 over a pool in float8_e4m3fn"),
+        ("float32", 66, "head_dim 66 is not a multiple"),
+    ],
+)
+def test_where_the_kernel_for_cpus_cannot_xla_does(dtype: str, head_dim: int, message: str) -> None:
+    quantised = dtype in quantised_pool.DTYPES
+    with jax.enable_x64(dtype == "float64"):
+        problem = oracle.make(1, [5, 3], [1, 3], head_dim=head_dim, dtype="float32" if quantised else dtype)
+        pool = quantised_pool.quantise(problem, dtype)[0] if quantised else problem.kv_pages
+        arguments = problem.arguments(kv_pages=pool)
+        with pytest.raises(NotImplementedError, match=message):
+            paged_attention(*arguments, layer=1, implementation="cpu")
+        default, xla = (paged_attention(*arguments, layer=1, implementation=name) for name in (None, "xla"))
+    assert np.asarray(xla).any()
+    np.testing.assert_array_equal(default, xla)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_for_cpus_is_the_default_there(dtype: str) -> None:
+    arguments = oracle.make(2, [5, 3], [1, 3], dtype=dtype).arguments()
+    default, cpu = (
+        jax.make_jaxpr(lambda *x, name=name: paged_attention(*x, layer=1, implementation=name))(*arguments)
+        for name in (None, "cpu")
+    )
+    assert "pagedjax_attention_64" in str(default)
+    assert str(default) == str(cpu)

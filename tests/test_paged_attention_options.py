@@ -1,4 +1,4 @@
-"""Scale, window, cap, sinks, causality and the edges of a batch, both implementations, against the oracle."""
+"""Scale, window, cap, sinks, causality and the edges of a batch, the implementations for CPUs, against the oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from pallas_kernels import KVPages, paged_attention, write_kv
 
 MIXED = {"seq_lens": [33, 0, 20, 7, 1, 150, 64], "query_lens": [1, 0, 20, 0, 1, 70, 2]}
 
-both = pytest.mark.parametrize("implementation", ["reference", "xla"])
+each = pytest.mark.parametrize("implementation", ["reference", "xla", "cpu"])
 
 
-@both
+@each
 @pytest.mark.parametrize(
     "options",
     [
@@ -29,7 +29,7 @@ def test_options(implementation: str, options: dict) -> None:
     oracle.assert_close(oracle.make(5, **MIXED), implementation, **options)
 
 
-@both
+@each
 def test_windows_of_every_size_share_one_program(implementation: str) -> None:
     problem = oracle.make(6, **MIXED)
     traces = []
@@ -46,7 +46,7 @@ def test_windows_of_every_size_share_one_program(implementation: str) -> None:
     assert len(traces) == 1
 
 
-@both
+@each
 @pytest.mark.parametrize("length", [4, 5, 8, 9])
 def test_window_edges_in_decode_and_in_chunks(implementation: str, length: int) -> None:
     whole = oracle.make(length, [length], [length], block_size=4)
@@ -59,7 +59,7 @@ def test_window_edges_in_decode_and_in_chunks(implementation: str, length: int) 
     np.testing.assert_allclose(last[0], expected[length - 1], rtol=2e-5, atol=2e-5)
 
 
-@both
+@each
 def test_scores_by_hand_the_cap_goes_on_before_the_mask(implementation: str) -> None:
     """Scores 2, 1, 3 of which the third is masked, cap 1; and 80, 60 with cap 50."""
     for scores, cap, weights in (
@@ -77,7 +77,7 @@ def test_scores_by_hand_the_cap_goes_on_before_the_mask(implementation: str) -> 
         np.testing.assert_allclose(out[1:, 0, :3], [weights, weights], atol=6e-4)
 
 
-@both
+@each
 @pytest.mark.parametrize("length", [1, 127, 129, 192])
 def test_equal_scores_give_the_mean_of_the_values_each_time(implementation: str, length: int) -> None:
     problem = oracle.make(length, [length], [length], num_tokens=192)
@@ -92,7 +92,7 @@ def test_equal_scores_give_the_mean_of_the_values_each_time(implementation: str,
         np.testing.assert_array_equal(again, runs[0])
 
 
-@both
+@each
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_nan_in_a_key_that_is_seen_shows(implementation: str, part: str) -> None:
     """Zero would be a wrong answer that looks like one."""
@@ -108,7 +108,7 @@ def test_nan_in_a_key_that_is_seen_shows(implementation: str, part: str) -> None
     np.testing.assert_array_equal(bad[1:5, 2:], out[1:5, 2:])
 
 
-@both
+@each
 def test_tokens_past_the_last_row_give_zero(implementation: str) -> None:
     problem = oracle.make(7, [9, 6], [1, 4])
     out, lse = problem.run(implementation)
@@ -116,7 +116,7 @@ def test_tokens_past_the_last_row_give_zero(implementation: str) -> None:
     np.testing.assert_array_equal(lse[5:], -np.inf)
 
 
-@both
+@each
 def test_a_query_without_a_visible_key_gives_zero_even_with_sinks(implementation: str) -> None:
     problem = oracle.make(8, [5, 0, 3, 2], [1, 1, 1, 4])
     q = jnp.asarray(problem.q, jnp.float32)
@@ -130,7 +130,7 @@ def test_a_query_without_a_visible_key_gives_zero_even_with_sinks(implementation
         np.testing.assert_array_equal(np.delete(out, 1, 0), np.delete(clean, 1, 0))
 
 
-@both
+@each
 def test_without_tokens_there_is_nothing_to_do(implementation: str) -> None:
     problem = oracle.make(9, [5], [0], num_tokens=0)
     out, lse = problem.run(implementation)

@@ -70,10 +70,11 @@ SMALL: dict[str, Any] = {"seq_lens": [33, 0, 9, 70], "query_lens": [1, 0, 9, 5]}
 BACKENDS = {
     "reference": Backend("reference", **LARGE, chunk=5, whole=2, fills=FILLS, tolerance=2e-6),
     "xla": Backend("xla", **LARGE, chunk=5, whole=2, fills=FILLS, tolerance=2e-6),
+    "cpu": Backend("cpu", **LARGE, chunk=5, whole=2, fills=FILLS, tolerance=2e-6),
     "tpu": Backend("tpu", **SMALL, chunk=3, whole=2, fills=FILLS, tolerance=2e-6),
     "gpu": Backend("gpu", **SMALL, chunk=3, whole=2, fills=FILLS[:1], tolerance=1e-2),
 }
-PLAIN = ("reference", "xla")
+PLAIN = ("reference", "xla", "cpu")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -255,13 +256,15 @@ def test_jit_equals_eager(backend: Backend, mixed: tuple[oracle.Problem, Result]
     assert_same(jitted, eager)
 
 
-@pytest.mark.parametrize("name", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in interpreted.KERNELS)])
+@pytest.mark.parametrize(
+    "name", ["xla", "cpu", *(pytest.param(name, marks=pytest.mark.slow) for name in interpreted.KERNELS)]
+)
 def test_positions_past_32768(name: str) -> None:
     """A tiny head and a long context: no position, slot or tile index is 16 bits wide anywhere."""
     sizes = {"num_q_heads": 1, "num_kv_heads": 1, "block_size": 64, "max_blocks": 626, "num_blocks": 630}
     sizes |= {"num_rows": 1, "num_tokens": 2, "num_layers": 1, "layer": 0}
     backend = BACKENDS[name]
-    problem = backend.make(5, [40_000], [2], **sizes, head_dim=32 if backend.is_kernel else 4)
+    problem = backend.make(5, [40_000], [2], **sizes, head_dim=4 if name == "xla" else 32)
     options: dict[str, Any] = {"sliding_window": 33_000}
     expected, expected_lse = problem.expected(**options)
     out, lse = backend.run(problem, **options, max_query_len=2)

@@ -263,7 +263,9 @@ ROWS = (Rows(2, 1, 19), Rows(1, 5, 5), Rows(2, 3, 20))
 def test_the_cost_of_a_case_by_hand() -> None:
     case = Case("some", ROWS, SHAPE)
     pairs = 2 * 19 + (1 + 2 + 3 + 4 + 5) + 2 * (18 + 19 + 20)
-    assert case.flops == pairs * 2 * (2 * 3) * (2 * 16 + 2 * 16)  # layers, heads, a multiply and an add of either product
+    assert case.flops == pairs * 2 * (2 * 3) * (
+        2 * 16 + 2 * 16
+    )  # layers, heads, a multiply and an add of either product
     assert case.live_bytes == (2 * 19 + 5 + 2 * 20) * 2 * 2 * 2 * 16 * 4  # layers, heads, K and V, float32
     np.testing.assert_array_equal(case.lengths, ([1, 1, 5, 3, 3], [19, 19, 5, 20, 20]))
 

@@ -83,25 +83,30 @@ def _kernel(head_dim: int, bits: int) -> Any:
     product, values_product, width = vectors.product(32), vectors.product(bits), bits // 8
     dot, maximum, soften = vectors.dot(head_dim, bits), vectors.line_maximum(KEYS), vectors.line_exp(KEYS)
     fetch, floats = vectors.prefetch(width * head_dim), call_frame.floats
+    named = call_frame.named(head_dim, bits)
     D, LINE, SCORES = head_dim, 4 * head_dim, 4 * KEYS
 
     if bits == 32:
 
         @njit
+        @named
         def read(address, d):  # type: ignore[no-untyped-def]
             return floats(address, D)[d]
     else:
 
         @njit
+        @named
         def read(address, d):  # type: ignore[no-untyped-def]
             half = call_frame.halves(address, D)[d]
             return vectors.float_of_bits(np.int32(np.uint32(half) << np.uint32(16)))
 
     @njit
+    @named
     def block_of(pool, table, column, num_blocks, block_bytes):  # type: ignore[no-untyped-def]
         return pool + min(max(table[min(column, table.size - 1)], 0), num_blocks - 1) * block_bytes
 
     @njit
+    @named
     def few_scores(scores, q, num_lines, address, stride, count, ahead):  # type: ignore[no-untyped-def]
         """A column of scores [M, KEYS] for each of `count` keys at `address`, a stride from one another."""
         for key in range(count):
@@ -110,6 +115,7 @@ def _kernel(head_dim: int, bits: int) -> Any:
                 floats(scores + SCORES * m, KEYS)[key] = dot(q + LINE * m, address + key * stride)
 
     @njit
+    @named
     def transpose(keys, address, stride, count):  # type: ignore[no-untyped-def]
         """The same keys as columns of keys [D, KEYS]."""
         for key in range(count):
@@ -117,12 +123,14 @@ def _kernel(head_dim: int, bits: int) -> Any:
                 floats(keys + SCORES * d, KEYS)[key] = read(address + key * stride, d)
 
     @njit
+    @named
     def fill(address, count, value):  # type: ignore[no-untyped-def]
         line = floats(address, count)
         for i in range(count):
             line[i] = value
 
     @njit(error_model="numpy")
+    @named
     def hide(scores, first, last, soft_cap):  # type: ignore[no-untyped-def]
         """Caps a line of scores, and hides the keys that are not among first .. last - 1."""
         line = floats(scores, KEYS)
@@ -135,6 +143,7 @@ def _kernel(head_dim: int, bits: int) -> Any:
             line[key] = _NOTHING
 
     @njit(error_model="numpy")
+    @named
     def attend_head(  # type: ignore[no-untyped-def]
         q, value, largest, total, scores, keys, num_lines, group,
         pool, line_bytes, values_at, block_bytes, table, num_blocks, block_size,
@@ -187,6 +196,7 @@ def _kernel(head_dim: int, bits: int) -> Any:
                 key += count
 
     @njit(error_model="numpy")
+    @named
     def finish(out, value, largest, total, sink, has_sink):  # type: ignore[no-untyped-def]
         """Writes a line of out; its log-sum-exp."""
         if total == 0:  # no key was visible
@@ -204,6 +214,7 @@ def _kernel(head_dim: int, bits: int) -> Any:
         return largest + math.log(total)
 
     @njit(error_model="numpy")
+    @named
     def kernel(frame, item, num_items):  # type: ignore[no-untyped-def]
         q_at, q_shape = call_frame.argument(frame, 0)
         pool, pool_shape = call_frame.argument(frame, 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
+import threading
 import types as python_types
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,20 @@ def _address_of(symbol: str) -> Any:
         return types.int64(), generate
 
     return address
+
+
+def named(*tags: Any) -> Callable[[Any], Any]:
+    """Decorates a nested function, below `njit`, with what its enclosing function was given.
+
+    Numba names machine code after the function and a number that counts anew in every process. Code that different
+    processes have kept meets in a third one, where of two functions of a name the first is called for both.
+    """
+
+    def name(function: Any) -> Any:
+        function.__qualname__ += "".join(f"_{tag}" for tag in tags)
+        return function
+
+    return name
 
 
 # C's own: numba gives an array back after its last use by name, and does not see the uses of its address.
@@ -256,6 +271,14 @@ def register(name: str, kernel: Callable[..., None], num_items: Callable[..., in
         kernel: kernel(frame, item, num_items), compiled by numba.
         num_items: num_items(frame, num_threads), the same; 1: the caller does it alone.
     """
+    with _registering:
+        if name in _registered:
+            return
+        _register(name, kernel, num_items)
+        _registered.add(name)
+
+
+def _register(name: str, kernel: Callable[..., None], num_items: Callable[..., int]) -> None:
     word = types.int64
     run_item = link(f"{name}_item", types.void(word, word, word), _item, _kernel=kernel)
     work_on = link(f"{name}_work", word(word), _work, _run_item=run_item)
@@ -272,4 +295,5 @@ def _digest() -> str:
     return hashlib.sha256(code).hexdigest()[:16]
 
 
+_registering, _registered = threading.Lock(), set[str]()  # several threads may trace programs at once
 _kept: list[Any] = []  # compiled code lives as long as its Python object

@@ -34,11 +34,11 @@ def multiply(
     x: jax.Array, stack: jax.Array, layer: jax.typing.ArrayLike, num_rows: jax.typing.ArrayLike | None
 ) -> jax.Array:
     """x [..., K] times stack[layer], stack [L, K, N]: [..., N] in x's dtype, summed in float32; 0 from num_rows on."""
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
     shape = jax.ShapeDtypeStruct((rows.shape[0], stack.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(_target(BITS[stack.dtype.name]), shape, vmap_method="sequential")
     numbers = jnp.stack([jnp.asarray(n, jnp.int32) for n in (layer, rows.shape[0] if num_rows is None else num_rows)])
-    return call(rows, stack, numbers).reshape(*x.shape[:-1], -1).astype(x.dtype)
+    return call(rows, stack, numbers).reshape(*x.shape[:-1], stack.shape[-1]).astype(x.dtype)
 
 
 @functools.cache
@@ -53,13 +53,15 @@ def _kernel(bits: int) -> Any:
     ahead = width * vectors.TILE_COLUMNS
 
     @njit
+    @call_frame.named(bits)
     def kernel(frame, item, num_items):  # type: ignore[no-untyped-def]
         x, x_shape = call_frame.argument(frame, 0)
         stack, stack_shape = call_frame.argument(frame, 1)
         layer, wanted_rows = call_frame.integers(call_frame.argument(frame, 2)[0], 2)
         y, _ = call_frame.result(frame, 0)
         num_rows, num_layers, num_terms, num_columns = x_shape[0], stack_shape[0], stack_shape[1], stack_shape[2]
-        w = stack + width * min(max(layer, 0), num_layers - 1) * num_terms * num_columns
+        layer = min(max(layer + num_layers if layer < 0 else layer, 0), num_layers - 1)
+        w = stack + width * layer * num_terms * num_columns
         num_tiles = -(-num_columns // vectors.TILE_COLUMNS)
         first = num_tiles * item // num_items * vectors.TILE_COLUMNS
         last = min(num_tiles * (item + 1) // num_items * vectors.TILE_COLUMNS, num_columns)

@@ -35,8 +35,9 @@ def _registers() -> tuple[int, int, int]:
 
 
 def _has_avx512() -> bool:
-    if config.CPU_FEATURES is not None:  # NUMBA_CPU_FEATURES
-        return "+avx512f" in config.CPU_FEATURES
+    chosen: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]  # NUMBA_CPU_FEATURES
+    if chosen is not None:
+        return "+avx512f" in chosen
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 
 
@@ -114,6 +115,7 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
         return types.void(*[types.int64] * 8), generate
 
     @njit
+    @call_frame.named(num_rows, num_vectors, bits)
     def function(y, y_stride, x, x_stride, w, w_stride, num_terms, ahead):  # type: ignore[no-untyped-def]
         product(y, y_stride, x, x_stride, w, w_stride, num_terms, ahead)
 
@@ -158,6 +160,7 @@ def _any_rows(num_vectors: int, bits: int) -> Any:
     four, five = (tile_product(rows, num_vectors, bits) for rows in (4, 5)) if ROWS > 4 else (whole, whole)
 
     @njit
+    @call_frame.named(num_vectors, bits)
     def function(num_rows, y, y_stride, x, x_stride, w, w_stride, num_terms, ahead):  # type: ignore[no-untyped-def]
         row = 0
         while row + ROWS <= num_rows:
