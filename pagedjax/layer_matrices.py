@@ -47,7 +47,8 @@ class Linear(nnx.Linear):
 
 
 def whole(layers: nnx.State) -> nnx.State:
-    """Stacked parameters [L, ...] on one CPU with `LayerMatrices` in place of the kernels; other states as they are."""
+    """Stacked parameters [L, ...] on one CPU with `LayerMatrices` in place of the kernels, which have to be those of a
+    `Linear` of this module; other states as they are."""
     devices = {device for leaf in jax.tree.leaves(layers) for device in leaf.devices()}
     if [device.platform for device in devices] != ["cpu"]:
         return layers

@@ -16,8 +16,8 @@ def layer_matmul(
     XLA for CPU copies a layer's weights out of a stack before it multiplies, and packs them anew for every product: a
     step of a few rows is nothing but reading weights, and that more than doubles it. The kernel for CPUs reads them
     once, where they lie; a row's result is the same bits whatever rows are beside it. Where it can't (other dtypes, N
-    not a multiple of the machine's vector) or is slower (bfloat16 of more than 16 rows), and elsewhere than on a CPU,
-    it is x @ stack[layer] at full precision.
+    not a multiple of the machine's vector) or is slower (bfloat16, where x has more than 16 rows), and elsewhere than
+    on a CPU, it is x @ stack[layer] at full precision.
 
     For inference: it has no gradient.
 
@@ -34,12 +34,15 @@ def layer_matmul(
     Raises:
         ValueError: stack has not three axes, or not as many lines as x has columns.
     """
-    if stack.ndim != 3 or stack.shape[1] != x.shape[-1]:
-        raise ValueError(f"stack has shape {stack.shape} and x {x.shape}; they must be [num_layers, K, N] and [..., K]")
+    if stack.ndim != 3 or stack.shape[0] == 0 or stack.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"stack has shape {stack.shape} and x {x.shape}; they must be [num_layers, K, N], at least one layer, and "
+            "[..., K]"
+        )
     if _platform.device_of_this_trace().platform == "cpu":
         from pallas_kernels import _cpu  # numba is imported where it is used
 
         if _cpu.can_multiply(x, stack):
             return _cpu.multiply(x, stack, layer, num_rows)
     matrix = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
-    return jnp.dot(x, matrix, precision=jax.lax.Precision.HIGHEST)
+    return jnp.dot(x, matrix, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)

@@ -192,6 +192,7 @@ def test_the_result_has_the_dtype_of_x(x_dtype: str, dtype: str) -> None:
     y = multiply(x, stack, 1)
     assert y.dtype == x.dtype
     np.testing.assert_array_equal(y, multiply(x.astype(jnp.float32), stack, 1).astype(x_dtype))
+    assert multiply(x, stack[..., : LANES + 1], 1).dtype == x.dtype  # not by the kernel
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,9 @@ def test_what_the_kernel_cannot_do_is_multiplied_by_xla(dtype: str, width: int, 
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("x_shape", "stack_shape"), [((2, 3), (3, 16)), ((2, 3), (1, 4, 16)), ((2, 3), (1, 1, 3, 16))])
+@pytest.mark.parametrize(
+    ("x_shape", "stack_shape"), [((2, 3), (3, 16)), ((2, 3), (1, 4, 16)), ((2, 3), (1, 1, 3, 16)), ((2, 3), (0, 3, 16))]
+)
 def test_shapes_that_do_not_fit_are_refused(x_shape: tuple[int, ...], stack_shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"\[num_layers, K, N\]"):
         layer_matmul(jnp.ones(x_shape), jnp.ones(stack_shape), 0)
@@ -318,6 +321,38 @@ def test_rows_that_mean_nothing_hurt_no_other(num_rows: int, count: int) -> None
             got = attend((q, problem.kv_pages, jnp.asarray(tables), lengths, starts))
             for a, b in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(a[:count], b[:count])
+
+
+@pytest.mark.parametrize(
+    "starts", [[-1000, 1, 2], [-5, -3, -1], [3, 5, 6], [2**31 - 1, 2**31 - 1, 2**31 - 1], [0, 9, 2]]
+)
+def test_starts_that_mean_nothing_stay_inside(starts: list[int]) -> None:
+    """What is written lies inside the result, and tokens before the first row and after the last give nothing."""
+    problem = oracle.make(6, [60, 40], [1, 1], num_rows=2, num_tokens=8)
+    out, lse = attend(problem.arguments(query_start_loc=jnp.asarray(starts, jnp.int32)))
+    outside = [token for token in range(8) if token < starts[0] or token >= max(starts)]
+    assert not np.asarray(out)[outside].any()
+    np.testing.assert_array_equal(np.asarray(lse)[outside], -np.inf)
+
+
+def test_without_compilation_there_are_no_kernels() -> None:
+    """NUMBA_DISABLE_JIT makes plain functions of numba's: everything works, by other means."""
+    program = """
+import jax.numpy as jnp
+from pallas_kernels import KVPages, layer_matmul, paged_attention
+x = jnp.ones((1, 4, 64))
+tables = jnp.ones((1, 1), jnp.int32), jnp.array([3]), jnp.array([0, 1])
+out = paged_attention(x, KVPages(jnp.ones((1, 2, 2, 16, 128))), *tables, layer=0)
+assert (out == 1).all()
+assert (layer_matmul(jnp.ones((2, 8)), jnp.ones((1, 8, 16)), 0) == 8).all()
+try:
+    paged_attention(x, KVPages(jnp.ones((1, 2, 2, 16, 128))), *tables, layer=0, implementation="cpu")
+except NotImplementedError as error:
+    assert "NUMBA_DISABLE_JIT" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"NUMBA_DISABLE_JIT": "1"}, check=True)
 
 
 def test_a_length_beyond_everything_is_read_through_its_window() -> None:

@@ -35,6 +35,8 @@ _ZERO, _ONE, _NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 def why_not(q: jax.Array, kv_pages: KVPages) -> str | None:
     """What this can't do, or None."""
+    if reason := vectors.why_not():
+        return reason
     if q.dtype.name not in BITS or kv_pages.dtype.name not in BITS:
         return f"it takes float32 and bfloat16, not q in {q.dtype.name} over a pool in {kv_pages.dtype.name}"
     if q.shape[2] % vectors.LANES:
@@ -248,7 +250,7 @@ def _kernel(head_dim: int, bits: int) -> Any:
         all_work, work = _work(seq_lens, starts, num_tokens), 0
         for row in range(num_rows):
             end_token = min(starts[row + 1], num_tokens)
-            for token in range(starts[row], end_token, queries_per_unit):
+            for token in range(max(starts[row], 0), end_token, queries_per_unit):
                 count = min(queries_per_unit, end_token - token)
                 here = count * max(seq_lens[row], 1)
                 mine = (2 * work + here) * num_items // (2 * all_work) == item
@@ -275,8 +277,12 @@ def _kernel(head_dim: int, bits: int) -> Any:
                             out + LINE * place, value + LINE * m, largest[m], total[m], sinks[h], has_sinks
                         )
         call_frame.free(lines)
-        if item == 0:
-            padding = min(starts[num_rows], num_tokens) * num_heads
+        if item == 0:  # what is no row's, before the first and after the last
+            before = min(max(starts[0], 0), num_tokens) * num_heads
+            fill(out, before * D, 0)
+            for place in range(before):
+                lse[place] = _NOTHING
+            padding = min(max(starts[num_rows], 0), num_tokens) * num_heads
             fill(out + LINE * padding, (num_tokens * num_heads - padding) * D, 0)
             for place in range(padding, num_tokens * num_heads):
                 lse[place] = _NOTHING
@@ -289,7 +295,7 @@ def _work(seq_lens, starts, num_tokens):  # type: ignore[no-untyped-def]
     """Keys times queries, at least 1."""
     work = 0
     for row in range(seq_lens.size):
-        count = max(0, min(starts[row + 1], num_tokens) - starts[row])
+        count = max(0, min(starts[row + 1], num_tokens) - max(starts[row], 0))
         work += count * max(seq_lens[row], 1)
     return max(work, 1)
 

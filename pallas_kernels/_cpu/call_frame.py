@@ -188,7 +188,7 @@ def _num_threads(frame: int) -> int:
     _ask(frame, API_NUM_THREADS, found, 0)
     count = words(found)[0]
     free(found)
-    return count
+    return max(count, 1)
 
 
 # Templates: `link` gives a copy of each the functions it calls.
@@ -241,7 +241,13 @@ def _handle(frame: int) -> int:
 
 
 def link(name: str, signature: Any, template: Callable[..., Any], **functions: Any) -> Any:
-    """Compiles a function to C, under a name by which other numba functions call what this returns.
+    """Compiles a function to C, under a name by which other numba functions call what this returns."""
+    _compile(name, signature, template, functions)
+    return types.ExternalFunction(name, signature)
+
+
+def _compile(name: str, signature: Any, template: Callable[..., Any], functions: dict[str, Any]) -> Any:
+    """What numba has compiled, for the other threads and the programs to come.
 
     The machine code is kept as numba does it, beside this file or in the user's cache folder. Its key is the name of
     the function and what this folder holds; numba's own would miss a change of what a function calls.
@@ -256,11 +262,11 @@ def link(name: str, signature: Any, template: Callable[..., Any], **functions: A
     function.__module__, function.__qualname__ = __name__, f"{name}_{_digest()}"
     try:
         compiled = cfunc(signature, cache=True)(function)
-    except RuntimeError:  # there is no folder that can be written to
+    except (RuntimeError, OSError):  # there is no folder that can be written to, or no room
         compiled = cfunc(signature)(function)
     _kept.append(compiled)
     llvmlite.binding.add_symbol(name, compiled.address)
-    return types.ExternalFunction(name, signature)
+    return compiled
 
 
 def register(name: str, kernel: Callable[..., None], num_items: Callable[..., int]) -> None:
@@ -284,8 +290,8 @@ def _register(name: str, kernel: Callable[..., None], num_items: Callable[..., i
     work_on = link(f"{name}_work", word(word), _work, _run_item=run_item)
     address = _address_of(f"{name}_work")
     names = {"_num_items": num_items, "_run_item": run_item, "_work_on": work_on, "_work_address": address}
-    link(name, word(word), _handle, **names)
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_kept[-1].ctypes), platform="cpu")
+    handler = _compile(name, word(word), _handle, names)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
 
 
 @functools.cache

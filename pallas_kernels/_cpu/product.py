@@ -26,7 +26,7 @@ BITS = {"float32": 32, "bfloat16": 16}
 
 def can_multiply(x: jax.Array, stack: jax.Array) -> bool:
     """Whether `multiply` takes this x and stack [L, K, N], and is fast at it."""
-    if x.dtype.name not in BITS or stack.dtype.name not in BITS or stack.shape[-1] % vectors.LANES:
+    if x.dtype.name not in BITS or stack.dtype.name not in BITS or stack.shape[-1] % vectors.LANES or vectors.why_not():
         return False
     return stack.dtype.name == "float32" or math.prod(x.shape[:-1]) <= MOST_BFLOAT16_ROWS
 

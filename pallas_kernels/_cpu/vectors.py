@@ -25,22 +25,31 @@ _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 CACHE_LINE = 64  # bytes
 
 
+def why_not() -> str | None:
+    """Why there can be no kernels here, or None."""
+    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return "NUMBA_DISABLE_JIT is set"
+    if _IS_X86 and not _has("fma"):
+        return "this machine has no fused multiply-add"
+    return None
+
+
+def _has(feature: str) -> bool:
+    """Whether what numba compiles for has it."""
+    chosen: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]  # NUMBA_CPU_FEATURES
+    if chosen is not None:
+        return f"+{feature}" in chosen.split(",")
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature))
+
+
 def _registers() -> tuple[int, int, int]:
     """float32 of a vector, and rows and vectors of a tile, on what numba compiles for."""
-    if _has_avx512():
-        return 16, 6, 4  # 32 registers
-    if platform.machine() in ("x86_64", "AMD64"):
-        return 8, 4, 3  # 16 registers
+    if _IS_X86:
+        return (16, 6, 4) if _has("avx512f") else (8, 4, 3)  # of 32 registers, and of 16
     return 4, 6, 4  # 32 registers of 128 bits
 
 
-def _has_avx512() -> bool:
-    chosen: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]  # NUMBA_CPU_FEATURES
-    if chosen is not None:
-        return "+avx512f" in chosen
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-
-
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
 LANES, ROWS, VECTORS = _registers()
 TILE_COLUMNS = LANES * VECTORS
 
