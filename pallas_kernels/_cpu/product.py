@@ -1,6 +1,6 @@
 """x times the matrix of one layer, of the stacked weights as they lie: nothing is cut out, copied or packed.
 
-The columns are divided over the threads. A thread walks its part of the matrix in panels of some lines, a panel in
+The columns are divided over the threads. A thread walks its part of the matrix in panels of PANEL lines, a panel in
 tiles as wide as the registers hold, and fetches the next tile into the cache while it computes one.
 
 Dimensions: T rows of x, L layers, K and N a matrix's input and output size.
@@ -18,8 +18,9 @@ from numba import njit
 
 from pallas_kernels._cpu import call_frame, vectors
 
-PANEL = 64  # of few rows: a panel is in the second-level cache, its next tile on the way there
-MANY_ROWS, PANEL_OF_MANY = 64, 144  # with more rows than these x and y pass through the caches once a panel
+PANEL = (
+    96  # lower ones fit the cache better where rows are few, higher ones move x and y less often where they are many
+)
 MOST_BFLOAT16_ROWS = 16  # with more, XLA's own product of bfloat16 is the faster one, by the chip's instructions for it
 BITS = {"float32": 32, "bfloat16": 16}
 
@@ -66,14 +67,12 @@ def _kernel(bits: int) -> Any:
         num_tiles = -(-num_columns // vectors.TILE_COLUMNS)
         first = num_tiles * item // num_items * vectors.TILE_COLUMNS
         last = min(num_tiles * (item + 1) // num_items * vectors.TILE_COLUMNS, num_columns)
-        wanted_rows = min(wanted_rows, num_rows)
-        panel = PANEL if wanted_rows <= MANY_ROWS else PANEL_OF_MANY
         for row in range(num_rows):
             call_frame.floats(y + 4 * (row * num_columns + first), last - first)[:] = 0
-        next_panel = width * (panel * num_columns - (last - first - vectors.TILE_COLUMNS))
-        for term in range(0, num_terms, panel):
+        next_panel = width * (PANEL * num_columns - (last - first - vectors.TILE_COLUMNS))
+        for term in range(0, num_terms, PANEL):
             product(
-                wanted_rows,
+                min(wanted_rows, num_rows),
                 last - first,
                 y + 4 * first,
                 4 * num_columns,
@@ -81,7 +80,7 @@ def _kernel(bits: int) -> Any:
                 4 * num_terms,
                 w + width * (term * num_columns + first),
                 width * num_columns,
-                min(panel, num_terms - term),
+                min(PANEL, num_terms - term),
                 ahead,
                 next_panel,
             )

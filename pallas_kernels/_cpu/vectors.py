@@ -59,8 +59,8 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
 
     y [num_rows, num_vectors * LANES] and x [num_rows, num_terms] are float32; w [num_terms, num_vectors * LANES] is
     float32, or bfloat16 with `bits` 16. A sum takes its terms one after the other, whatever the tile, each with a fused
-    multiply-add: the same for one row and for many. What lies `ahead` bytes behind each line of w is fetched into the
-    cache.
+    multiply-add, and is then added to y: the same for one row and for many, and many short sums round less than a long
+    one. What lies `ahead` bytes behind each line of w is fetched into the cache.
     """
     vector = ir.VectorType(_F32, LANES)
     width = bits // 8
@@ -75,8 +75,8 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
                 return builder.add(line, _I64(size * LANES * vector_index))
 
             places = [[at(y, y_stride, row, v, 4) for v in range(num_vectors)] for row in range(num_rows)]
-            start = [[_load(builder, place, vector) for place in line] for line in places]
             rows = [builder.add(x, builder.mul(x_stride, _I64(row))) for row in range(num_rows)]
+            zero = ir.Constant(vector, [0.0] * LANES)
             before = builder.block
             loop, done = builder.append_basic_block("terms"), builder.append_basic_block("done")
             builder.cbranch(builder.icmp_signed(">", num_terms, _I64(0)), loop, done)
@@ -100,11 +100,7 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
             for phi, first, later in (
                 (term, _I64(0), following),
                 (line_of_w, w, builder.add(line_of_w, w_stride)),
-                *(
-                    (s, a, b)
-                    for ss, aa, bb in zip(sums, start, new, strict=True)
-                    for s, a, b in zip(ss, aa, bb, strict=True)
-                ),
+                *((s, zero, n) for ss, nn in zip(sums, new, strict=True) for s, n in zip(ss, nn, strict=True)),
             ):
                 phi.add_incoming(first, before)
                 phi.add_incoming(later, loop)
@@ -113,12 +109,13 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
             for row in range(num_rows):
                 for v in range(num_vectors):
                     total = builder.phi(vector)
-                    total.add_incoming(start[row][v], before)
+                    total.add_incoming(zero, before)
                     total.add_incoming(new[row][v], loop)
                     new[row][v] = total
             for row in range(num_rows):
                 for v in range(num_vectors):
-                    builder.store(new[row][v], builder.inttoptr(places[row][v], vector.as_pointer()), align=4)
+                    total = builder.fadd(_load(builder, places[row][v], vector), new[row][v])
+                    builder.store(total, builder.inttoptr(places[row][v], vector.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), generate
