@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -28,6 +29,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {CACHE_DIR: folder.name, CACHE_LEAST_SECONDS: "0.2"}
     jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_DIR])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ.get(CACHE_LEAST_SECONDS, 1)))
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[float]]:
+    """Seconds of every program that is compiled during the test, eager ones too."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seconds
+    jax.monitoring.clear_event_listeners()
 
 
 @pytest.fixture(scope="session")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
-import jax
 import mock_model
-import pytest
 from flax import nnx
 from random_requests import random_params, random_search
 
 from pagedjax import LLM, Decoder, ModelConfig
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=mock_model.VOCAB,
@@ -25,20 +21,6 @@ CONFIG = ModelConfig(
     head_dim=16,
     max_position_embeddings=128,
 )
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[float]]:
-    """Seconds of every program that is compiled during the test."""
-    seconds: list[float] = []
-
-    def listen(event: str, duration: float, **_: object) -> None:
-        if event == COMPILED:
-            seconds.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seconds
-    jax.monitoring.clear_event_listeners()
 
 
 def test_200_mixed_requests_compile_nothing(compiled: list[float]) -> None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from numba import njit
 
+from pallas_kernels._attention import LARGEST_WINDOW
 from pallas_kernels._cpu import call_frame, vectors
 from pallas_kernels._kv_pages import KVPages
 
@@ -27,8 +28,6 @@ LINES = 48  # of a unit, unless one query has more
 FEW_LINES = 8  # up to which a key is read where it lies
 ITEMS_PER_THREAD = 4
 LEAST_WORK = 4096  # keys times queries, of all heads, below which threads cost more than they bring
-NO_WINDOW = 2**30
-BITS = {"float32": 32, "bfloat16": 16}
 
 _ZERO, _ONE, _NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 
@@ -37,7 +36,7 @@ def why_not(q: jax.Array, kv_pages: KVPages) -> str | None:
     """What this can't do, or None."""
     if reason := vectors.why_not():
         return reason
-    if q.dtype.name not in BITS or kv_pages.dtype.name not in BITS:
+    if any(a.dtype.name not in vectors.BITS for a in (q, kv_pages)):
         return f"it takes float32 and bfloat16, not q in {q.dtype.name} over a pool in {kv_pages.dtype.name}"
     if q.shape[2] % vectors.LANES:
         return f"head_dim {q.shape[2]} is not a multiple of this machine's {vectors.LANES} lanes"
@@ -62,12 +61,12 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """out [T, H * G, D] in q's dtype and lse [T, H * G]; `paged_attention` documents the meaning."""
     num_tokens, num_heads, head_dim = q.shape
-    window = jnp.int32(NO_WINDOW) if sliding_window is None else sliding_window
+    window = jnp.int32(LARGEST_WINDOW) if sliding_window is None else sliding_window
     integers = jnp.stack([layer, window, jnp.int32(causal), jnp.int32(sinks is not None)])
     numbers = jnp.stack([scale.astype(jnp.float32), jnp.float32(0 if soft_cap is None else soft_cap)])
     sinks = jnp.zeros(num_heads, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, (num_tokens, num_heads))]
-    call = jax.ffi.ffi_call(_target(head_dim, BITS[kv_pages.dtype.name]), shapes, vmap_method="sequential")
+    call = jax.ffi.ffi_call(_target(head_dim, vectors.BITS[kv_pages.dtype.name]), shapes, vmap_method="sequential")
     out, lse = call(
         q.astype(jnp.float32), kv_pages.pool, block_tables, seq_lens, query_start_loc, integers, numbers, sinks
     )
@@ -130,6 +129,14 @@ def _kernel(head_dim: int, bits: int) -> Any:
         line = floats(address, count)
         for i in range(count):
             line[i] = value
+
+    @njit
+    @named
+    def clear(out, lse, first, last):  # type: ignore[no-untyped-def]
+        """Lines first .. last - 1 of out and lse, where no key is seen."""
+        fill(out + LINE * first, (last - first) * D, 0)
+        for place in range(first, last):
+            lse[place] = _NOTHING
 
     @njit(error_model="numpy")
     @named
@@ -278,14 +285,8 @@ def _kernel(head_dim: int, bits: int) -> Any:
                         )
         call_frame.free(lines)
         if item == 0:  # what is no row's, before the first and after the last
-            before = min(max(starts[0], 0), num_tokens) * num_heads
-            fill(out, before * D, 0)
-            for place in range(before):
-                lse[place] = _NOTHING
-            padding = min(max(starts[num_rows], 0), num_tokens) * num_heads
-            fill(out + LINE * padding, (num_tokens * num_heads - padding) * D, 0)
-            for place in range(padding, num_tokens * num_heads):
-                lse[place] = _NOTHING
+            clear(out, lse, 0, min(max(starts[0], 0), num_tokens) * num_heads)
+            clear(out, lse, min(max(starts[num_rows], 0), num_tokens) * num_heads, num_tokens * num_heads)
 
     return kernel
 

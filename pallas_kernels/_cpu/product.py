@@ -18,16 +18,17 @@ from numba import njit
 
 from pallas_kernels._cpu import call_frame, vectors
 
-PANEL = (
-    96  # lower ones fit the cache better where rows are few, higher ones move x and y less often where they are many
-)
+PANEL = 96  # lines; fewer fit the cache better for few rows, more pass x and y through it less often for many
 MOST_BFLOAT16_ROWS = 16  # with more, XLA's own product of bfloat16 is the faster one, by the chip's instructions for it
-BITS = {"float32": 32, "bfloat16": 16}
 
 
 def can_multiply(x: jax.Array, stack: jax.Array) -> bool:
     """Whether `multiply` takes this x and stack [L, K, N], and is fast at it."""
-    if x.dtype.name not in BITS or stack.dtype.name not in BITS or stack.shape[-1] % vectors.LANES or vectors.why_not():
+    if (
+        any(a.dtype.name not in vectors.BITS for a in (x, stack))
+        or stack.shape[-1] % vectors.LANES
+        or vectors.why_not()
+    ):
         return False
     return stack.dtype.name == "float32" or math.prod(x.shape[:-1]) <= MOST_BFLOAT16_ROWS
 
@@ -38,7 +39,7 @@ def multiply(
     """x [..., K] times stack[layer], stack [L, K, N]: [..., N] in x's dtype, summed in float32; 0 from num_rows on."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
     shape = jax.ShapeDtypeStruct((rows.shape[0], stack.shape[-1]), jnp.float32)
-    call = jax.ffi.ffi_call(_target(BITS[stack.dtype.name]), shape, vmap_method="sequential")
+    call = jax.ffi.ffi_call(_target(vectors.BITS[stack.dtype.name]), shape, vmap_method="sequential")
     numbers = jnp.stack([jnp.asarray(n, jnp.int32) for n in (layer, rows.shape[0] if num_rows is None else num_rows)])
     return call(rows, stack, numbers).reshape(*x.shape[:-1], stack.shape[-1]).astype(x.dtype)
 

@@ -23,6 +23,7 @@ from pallas_kernels._cpu.call_frame import intrinsic
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 CACHE_LINE = 64  # bytes
+BITS = {"float32": 32, "bfloat16": 16}  # of the dtypes that kernels read; they compute in float32
 
 
 def why_not() -> str | None:
@@ -54,7 +55,7 @@ LANES, ROWS, VECTORS = _registers()
 TILE_COLUMNS = LANES * VECTORS
 
 
-def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
+def tile_product(num_rows: int, num_vectors: int, bits: int) -> Any:
     """A numba function (y, y_stride, x, x_stride, w, w_stride, num_terms, ahead) that adds x w to y.
 
     y [num_rows, num_vectors * LANES] and x [num_rows, num_terms] are float32; w [num_terms, num_vectors * LANES] is
@@ -70,12 +71,11 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             y, y_stride, x, x_stride, w, w_stride, num_terms, ahead = arguments
 
-            def at(address: Any, stride: Any, row: int, vector_index: int, size: int) -> Any:
-                line = builder.add(address, builder.mul(stride, _I64(row)))
-                return builder.add(line, _I64(size * LANES * vector_index))
-
-            places = [[at(y, y_stride, row, v, 4) for v in range(num_vectors)] for row in range(num_rows)]
-            rows = [builder.add(x, builder.mul(x_stride, _I64(row))) for row in range(num_rows)]
+            lines, rows = (
+                [builder.add(address, builder.mul(stride, _I64(row))) for row in range(num_rows)]
+                for address, stride in ((y, y_stride), (x, x_stride))
+            )
+            places = [[builder.add(line, _I64(4 * LANES * v)) for v in range(num_vectors)] for line in lines]
             zero = ir.Constant(vector, [0.0] * LANES)
             before = builder.block
             loop, done = builder.append_basic_block("terms"), builder.append_basic_block("done")
@@ -129,7 +129,7 @@ def tile_product(num_rows: int, num_vectors: int, bits: int = 32) -> Any:
 
 
 @functools.cache
-def product(bits: int = 32) -> Any:
+def product(bits: int) -> Any:
     """A numba function (num_rows, num_columns, y, ...), the rest as `tile_product` has it, for any number of rows and a
     multiple of LANES columns: y [num_rows, num_columns] += x w, a column of tiles after the other.
 
